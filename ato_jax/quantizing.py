@@ -198,10 +198,7 @@ def check_scale(name: str, scale: Any) -> jax.Array:
 def _axes(axes: Any, ndim: int) -> tuple[int, ...]:
     """The axes from 0 on, in order; a ValueError unless they are different axes of the array."""
     given = axes if isinstance(axes, tuple | list) else (axes,)
-    whole = all(
-        isinstance(axis, int | np.integer) and not isinstance(axis, bool) and -ndim <= axis < ndim
-        for axis in given
-    )
+    whole = all(shapes.is_int(axis) and -ndim <= axis < ndim for axis in given)
     found = sorted({int(axis) % ndim for axis in given}) if whole and ndim else []
     if not found or len(found) != len(given):
         raise ValueError(f"axes must be different axes of x, which has {ndim}, got {axes!r}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -238,8 +238,13 @@ def positive(name: str, value: Any) -> float:
     return found
 
 
+def is_int(value: Any) -> TypeGuard[int | np.integer[Any]]:
+    """Whether a value is one whole number. NumPy derives a time difference from its integers."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64)
+
+
 def positive_int(name: str, value: Any) -> int:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+    if not is_int(value) or value < 1:
         raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
     return int(value)
 

@@ -246,10 +246,7 @@ def refuse_no_sharding(**shardings: Any) -> None:
 def as_input_shape(input_shape: Any, features: int) -> tuple[int, ...]:
     """`input_shape` of `init_cache`, which must be [batch..., length, features]."""
     shape = tuple(input_shape) if isinstance(input_shape, Sequence) else ()
-    sizes = all(
-        isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0
-        for size in shape
-    )
+    sizes = all(shapes.is_int(size) and size >= 0 for size in shape)
     if len(shape) < 2 or not sizes or shape[-1] != features:
         raise ValueError(
             f"input_shape must be (batch..., length, {features}), the shape of the inputs, "

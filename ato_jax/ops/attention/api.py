@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ato_jax import choosing, dispatch, shapes
@@ -176,9 +175,7 @@ def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:
     if window is not None:
         is_pair = isinstance(window, tuple | list) and len(window) == 2
         if not is_pair or not all(
-            bound is None
-            or (isinstance(bound, int | np.integer) and not isinstance(bound, bool) and bound >= 0)
-            for bound in window
+            bound is None or (shapes.is_int(bound) and bound >= 0) for bound in window
         ):
             raise ValueError(
                 "window must be a pair (left, right), each an int >= 0 or None, "
@@ -195,7 +192,7 @@ def bind_offset(
     name, farthest = "query_offset", FARTHEST_OFFSET
     if query_offset is None:
         return None, None
-    if isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool):
+    if shapes.is_int(query_offset):
         shapes.within(name, query_offset, -farthest, farthest, str(farthest))
         return int(query_offset), None
     found = shapes.integers(name, query_offset)
