@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import torch
 
-from ato_torch import _bridge, _driver, _executable, _programs
+from ato_torch import _bridge, _compiling, _driver, _executable, _programs
 from ato_torch._errors import ClosedError, NoMemoryError, NotMeantError
 from ato_torch._kernels import Kernels, unload_retired
 from ato_torch._plan import Plan
@@ -234,7 +234,8 @@ def _compiled(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor]
 ) -> tuple[Any, list[torch.Tensor]]:
     """The function, compiled by JAX, and tensors on `meta` with its results' shapes and dtypes."""
-    sharding = jax.sharding.SingleDeviceSharding(_bridge.jax_device(tensors[0].device))
+    place = _bridge.jax_device(tensors[0].device)
+    sharding = jax.sharding.SingleDeviceSharding(place)
     shapes = [
         jax.ShapeDtypeStruct(
             tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), sharding=sharding
@@ -243,7 +244,8 @@ def _compiled(
     ]
     # `keep_unused`: parameters are found by their position among the tensors. The lambda is new
     # each time, because JAX keeps a compiled program for as long as its function exists.
-    lowered = jax.jit(lambda *arrays: function(*arrays), keep_unused=True).lower(*shapes)
+    jitted = _compiling.jit(lambda *arrays: function(*arrays), place, keep_unused=True)
+    lowered = jitted.lower(*shapes)
     compiled = lowered.compile()
     results = [
         torch.empty(info.shape, dtype=getattr(torch, str(info.dtype)), device="meta")

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import device, programs
+from ato_torch import _compiling
 from ato_torch._adapters import OPS
 from ato_torch._calls import Arrays, Call, Shapes, parse
 
@@ -29,9 +30,9 @@ class Function:
     `plans` and `short_of_memory` belong to `_direct`, which changes them while it holds `planning`.
     """
 
-    def __init__(self, traced: Callable[..., list[jax.Array]]) -> None:
+    def __init__(self, traced: Callable[..., list[jax.Array]], place: jax.Device) -> None:
         self.traced = traced
-        self.jitted = jax.jit(traced)
+        self.jitted = _compiling.jit(traced, place)
         self.plans: dict[Any, Any] = {}
         # The number of calls that asked for a plan and found no memory, by shapes and dtypes.
         self.short_of_memory: dict[Any, int] = {}
@@ -105,7 +106,7 @@ class Program(programs.Program):
             with jax.default_device(place), device.interpret(interpreting):
                 return function(arrays)
 
-        return Function(traced)
+        return Function(traced, place)
 
 
 kept = programs.Programs()

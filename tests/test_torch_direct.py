@@ -9,6 +9,8 @@ import dataclasses
 import importlib
 import statistics
 import struct
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -31,6 +33,7 @@ from ato_torch import (  # noqa: E402
     _bridge,
     _calls,
     _checked_calls,
+    _compiling,
     _direct,
     _driver,
     _elf,
@@ -670,7 +673,8 @@ def building(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(_executable, "read", lambda _: executable())
-    return lambda: _programs.Function(lambda x, y: [(x + y) * y, jnp.ones_like(x)])
+    place = jax.devices()[0]
+    return lambda: _programs.Function(lambda x, y: [(x + y) * y, jnp.ones_like(x)], place)
 
 
 def test_a_plan_is_tried_on_numbers_of_its_own(building, driver, monkeypatch):
@@ -1222,6 +1226,37 @@ def test_a_first_call_in_a_cuda_graph_is_refused():
     with pytest.raises(RuntimeError, match="make the call once before"):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             CALLS["causal"](*tensors)
+
+
+def test_options_of_xla(monkeypatch):
+    """Those that keep XLA from choosing kernels by their times, if it knows them."""
+    place = jax.devices()[0]
+    _compiling._known.cache_clear()
+    assert _compiling._known(place) == _compiling.OPTIONS
+    _compiling._known.cache_clear()
+    monkeypatch.setattr(_compiling, "OPTIONS", {"xla_gpu_name_that_is_gone": False})
+    assert _compiling._known(place) is None
+    _compiling._known.cache_clear()
+
+
+# A call with sums over the pieces of the work, which XLA's own kernels take in several orders.
+BITS_OF_A_PROCESS = """
+import hashlib, torch, ato_torch
+generator = torch.Generator("cuda").manual_seed(0)
+q, k, v = (torch.randn(8, 8, 1024, 64, device="cuda", generator=generator) for _ in range(3))
+out = ato_torch.linear_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+print(hashlib.sha256(out.view(torch.int16).cpu().numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.gpu
+def test_every_process_gives_the_same_bits():
+    running = [
+        subprocess.Popen([sys.executable, "-c", BITS_OF_A_PROCESS], stdout=subprocess.PIPE)
+        for _ in range(4)
+    ]
+    found = {each.communicate(timeout=300)[0].split()[-1] for each in running}
+    assert len(found) == 1 and not any(each.returncode for each in running)
 
 
 @pytest.mark.gpu
