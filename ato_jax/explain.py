@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -29,12 +30,29 @@ def _by_dispatch(api: Any) -> Callable[..., dispatch.Explanation]:
     return explain
 
 
+def _explain_linear_attention(*args: Any, **options: Any) -> dispatch.Explanation:
+    found = _by_dispatch(linear_attention_api)(*args, **options)
+    if found.backward is None or found.backward.backend != "triton":
+        return found
+    few_rows: Any = linear_attention_api.OP.module("triton.few_rows")
+    spec = found.spec
+    is_long = spec.B * spec.H * max(spec.T, spec.S) > few_rows.SOME_ROWS
+    if not is_long or few_rows.finer(spec, "backward") is spec:
+        return found
+    note = (
+        f"the backward multiplies {spec.dtype} in TF32, since a decay per head of at most "
+        f"{few_rows.FEW_HEADS} key/value heads has few numbers for a gradient: forward and "
+        "gradients take up to 2.6 times as long"
+    )
+    return dataclasses.replace(found, note=note)
+
+
 # Each function, and what explains a call of it.
 KNOWN: dict[str, tuple[Callable[..., Any], Callable[..., dispatch.Explanation]]] = {
     "attention": (attention_api.attention, _by_dispatch(attention_api)),
     "linear_attention": (
         linear_attention_api.linear_attention,
-        _by_dispatch(linear_attention_api),
+        _explain_linear_attention,
     ),
     "decode_attention": (decode.decode_attention, decode.explain),
     "linear_attention_step": (step.linear_attention_step, step.explain),

@@ -13,6 +13,7 @@ import ato_jax
 from ato_jax import choosing, device, tuning
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention.spec import AttentionSpec
+from ato_jax.ops.linear_attention.triton import few_rows
 from benchmarks.choices import Row
 from tests import choices, numerics
 
@@ -129,6 +130,28 @@ def test_explain_says_where_a_choice_comes_from() -> None:
     with choices.pretending(choices.described("A100")):
         told = str(ato_jax.explain(ato_jax.attention, *arrays))
         assert "(first in the op's order; block sizes by rule)" in told
+
+
+@pytest.mark.lowering
+def test_explain_says_where_a_decay_of_few_heads_takes_longer() -> None:
+    few, rows = few_rows.FEW_HEADS, few_rows.SOME_ROWS
+
+    def note(G: int, T: int = 4096, dtype: Any = jnp.bfloat16, **options: Any) -> str:
+        q, k = (jax.ShapeDtypeStruct((1, T, heads, 64), dtype) for heads in (2 * G, G))
+        decay = jax.ShapeDtypeStruct(options.pop("decay", (G,)), jnp.float32)
+        options = {"causal": True, "decay": decay} | options
+        return ato_jax.explain(ato_jax.linear_attention, q, k, k, **options).note
+
+    with choices.pretending(choices.described("A100")):
+        assert f"TF32, since a decay per head of at most {few} key/value heads" in note(few)
+        assert note(1, causal=False) and note(1, T=rows // 2 + 1)
+        assert not note(few + 1)
+        assert not note(few, decay=(1, 4096, few))
+        assert not note(1, T=rows // 2)  # any number of heads is multiplied so
+        assert not note(few, dtype=jnp.float16)
+        assert not note(few, implementation="xla")
+    with choices.pretending(choices.described("H100")):
+        assert note(few, causal=False)  # whose gradients Hopper's kernels leave to Triton
 
 
 @pytest.mark.lowering
