@@ -102,6 +102,8 @@ def test_features_below_the_least_normal_number(
         (128, 72, 136, 2, 2.0, -16.0, {"return_state": True, "layout": "bhtd"}),
         (96, 72, 136, 1, -12.0, -1.0, {}),
         (112, 136, 72, 1, -16.0, -1.0, {"feature_map": "softplus"}),
+        (128, 136, 72, 1, -16.0, 2.0, {"feature_map": "silu"}),
+        (96, 72, 136, 2, 2.0, -16.0, {"feature_map": "silu", "return_state": True}),
     ],
 )
 def test_small_features_without_a_normaliser(
@@ -131,6 +133,8 @@ def test_small_features_without_a_normaliser(
         (128, 1, 64, -3.0, 0.0, 0.0, {}),
         (96, 2, 72, -13.0, -13.0, -13.0, {"feature_map": "softplus"}),
         (64, 2, 136, -12.0, -12.0, -12.0, {"normalize": False, "scale": 1e8, "layout": "bhtd"}),
+        (128, 1, 64, -16.0, 2.0, 2.0, {"feature_map": "silu", "scale": 2.0**12}),
+        (128, 1, 64, 2.0, -16.0, -16.0, {"feature_map": "silu", "scale": 2.0**12}),
     ],
 )
 def test_causal_features_below_the_least_normal_number(

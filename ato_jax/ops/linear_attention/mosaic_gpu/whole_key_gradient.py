@@ -10,8 +10,9 @@ Where phi' is computed from k and not from phi(k), no registers are left to keep
 slot of shared memory until dk is stored, and dv comes first.
 
 In float16 (`whole_units.py`) R comes in a unit of its head, by which products are multiplied; where
-there is a normaliser phi(k) are shares, which are multiplied by `LARGEST`. Without one, a
-phi(k) that cannot be negative is rounded in a unit of its row, by which dv is multiplied.
+there is a normaliser phi(k) are shares, which are multiplied by `LARGEST`. Without one, phi(k) is
+rounded in a unit of its row, by which dv is multiplied (identity's features are exact and have
+none).
 """
 
 from __future__ import annotations

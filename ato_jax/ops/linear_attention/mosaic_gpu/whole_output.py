@@ -9,16 +9,17 @@ z lies in 8 columns, 4 of it rounded, 4 of what that left off. Where S leaves no
 beside it, two blocks have half of its columns each.
 
 Where features may be negative, their products cancel, and rounding errors of phi(q), phi(k), S and
-out add up to what is allowed. phi(q) is multiplied in two parts then, in blocks of 64 features:
-rounded, and what that left off.
+out add up to what bfloat16 is allowed. phi(q) is multiplied in two parts then, in blocks of 64
+features: rounded, and what that left off.
 
 Queries of 8 bits are widened and scaled in registers, and mapped and multiplied in such blocks,
 too.
 
 In float16 (`whole_units.py`) the factors are shares and means where there is a normaliser: z is in
 float32, and so is the denominator, which is divided by the sum of what shares were rounded to.
-Otherwise S comes in a unit of its head, and a phi(q) that cannot be negative is rounded in a unit
-of its row; out is multiplied by both.
+Otherwise S comes in a unit of its head, and phi(q) is rounded in a unit of its row; out is
+multiplied by both. Four roundings are within float16's budget, so phi(q) has one part whatever the
+signs are.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ def whole_output(
     `units` [B, G] float32 are those of s."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size, parts = spec.H // spec.G, blocks_of_state(spec)
-    in_two_parts = not spec.feature_map.nonnegative
     width = spec.V // parts
     # Of q, a multiple of the workers; and of S and z: what there is room for.
     slots, states = (WORKERS, 1) if frame.is_wide(spec) else (2 * WORKERS, 2)
     blocks = spec.D // HALF
     of_eight_bits = q_scale is not None
     half_precision = mosaic.has_units(tiling.dtype)
+    in_two_parts = not (spec.feature_map.nonnegative or half_precision)
     of_shares = half_precision and spec.normalize
     rows_of_q = tiling.shared(slots, C, spec.D)
     if of_eight_bits:

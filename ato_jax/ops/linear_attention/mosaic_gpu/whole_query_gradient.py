@@ -16,8 +16,8 @@ Unnormalised, inverse is 1 and e is 0: S comes scaled.
 
 In float16 (`whole_units.py`) S comes in a unit of its head; where there is a normaliser it comes as
 means, and phi' are shares, which are multiplied by `LARGEST`. u is added up in a unit of its half.
-Without a normaliser, a phi(q) that cannot be negative is rounded in a unit of its half: the largest
-feature so far in the piece, over `LARGEST`. R is accumulated in that unit.
+Without a normaliser phi(q) is rounded in a unit of its half: the largest magnitude so far in the
+piece, over `LARGEST` (identity's features are exact and have none). R is accumulated in that unit.
 
 The halves meet once a chunk, to add up e and den. As the features stay in float32, phi' is rounded
 once, and e belongs to the G and den that dq is made of.

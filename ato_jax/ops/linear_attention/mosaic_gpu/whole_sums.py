@@ -11,9 +11,9 @@ or, with what `wide_query_gradient.py` leaves of each row, of queries,
 
 Where the sum fills more registers than a block has, two blocks have half of its rows each.
 
-In float16 a phi(k) that cannot be negative is rounded in units, one for each feature: its largest
-value so far in the piece, over `whole_units.LARGEST`. S is accumulated in these units, and z in
-none.
+In float16 phi(k) is rounded in units, one for each feature: its largest magnitude so far in the
+piece, over `whole_units.LARGEST` (identity's features are exact and have none). S is accumulated in
+these units, and z in none.
 """
 
 from __future__ import annotations
@@ -147,11 +147,12 @@ def whole_sums(
                 x: jax.Array, chunk: Any, before: jax.Array
             ) -> tuple[jax.Array, jax.Array, jax.Array]:
                 """phi(k) in units [HALF] of its features, which are at least those `before`; its
-                sum over the rows; and the units, each the largest feature."""
+                sum over the rows; and the units, each the largest magnitude."""
                 phi = maps.unrounded_transposed_keys(x, worker * HALF)
                 if lengths_ref is not None or deal.length % C:
                     phi = there(phi, chunk)
-                largest = jnp.maximum(jnp.max(phi, axis=1), before)
+                size = phi if spec.feature_map.nonnegative else jnp.abs(phi)
+                largest = jnp.maximum(jnp.max(size, axis=1), before)
                 phi = mosaic.rounded(phi * mosaic.in_columns(LARGEST / largest, C), tiling.dtype)
                 added = jnp.sum(phi.astype(F32), axis=1) * (largest * (1 / LARGEST))
                 return phi, added, largest

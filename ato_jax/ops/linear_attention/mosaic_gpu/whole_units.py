@@ -19,10 +19,10 @@ are divided by it.
 
 R has a unit of its head, its largest magnitude over `LARGEST`, and without a normaliser S has one,
 too. They are of the whole head, not of rows as in `mosaic/scales.py`: R and S are multiplied along
-either axis. Without a normaliser, features that cannot be negative have units in all products
-(`has_units_of_features`). In products with S and R the unit is of a row, its largest feature over
-`LARGEST`; in sums over rows it is the largest feature so far in the piece, over `LARGEST`. Features
-that may be negative are rounded as they are: identity's are exact, silu's lose digits below 2^-14.
+either axis. Without a normaliser, features have units in all products (`has_units_of_features`). In
+products with S and R the unit is of a row, its largest magnitude over `LARGEST`; in sums over rows
+it is the largest magnitude so far in the piece, over `LARGEST`. Features of identity have none:
+they are float16 numbers already.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ LEAST_SHARE = 2.0**-24  # float16's smallest positive number
 
 
 def has_units_of_features(spec: LinearAttentionSpec) -> bool:
-    """Whether features are rounded in units: float16 ones that cannot be negative."""
-    return has_units(jnp.dtype(spec.dtype)) and spec.feature_map.nonnegative
+    """Whether features are rounded in units: float16 ones that are not exact as they are."""
+    return has_units(jnp.dtype(spec.dtype)) and spec.feature_map.name != "identity"
 
 
 def rows_in_units(parts: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
