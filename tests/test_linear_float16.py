@@ -93,11 +93,7 @@ def test_both_ways(kind):
     check(TINY_KEYS, **options)
 
 
-def swish(x):
-    return x / (1 + jnp.exp(-x))
-
-
-@pytest.mark.parametrize("feature_map", ["softplus", "silu", swish])
+@pytest.mark.parametrize("feature_map", ["softplus", "silu"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_other_maps(causal, feature_map):
     # silu(x) is about x exp(x).
