@@ -12,6 +12,7 @@ import ato_jax
 from ato_jax import choosing, tuning
 from ato_jax.device import SHARED_MEMORY, Device
 from ato_jax.ops.attention import api
+from ato_jax.ops.attention.spec import Outputs
 from ato_jax.ops.attention.triton import wide, wide_backward
 from tests import numerics
 
@@ -49,6 +50,19 @@ def check(sizes, slices=1, **options):
 )
 def test_numerics_by_dtype(dtype, slices):
     check(dict(dtype=dtype, T=16, S=13, H=2, G=2, D=320, V=576), slices, causal=True)
+
+
+@pytest.mark.parametrize("dtype, dlse", [("bfloat16", 0.62744), ("float16", 0.625305)])
+@pytest.mark.parametrize("H", [1, 2], ids=["one kernel", "several kernels"])
+def test_gradients_through_lse_that_are_all_alike(dtype, dlse, H):
+    """The gradient of each score is dlse / 160: in the middle of two numbers of the dtype, so that
+    the sign of q_i . k_j decides how it is rounded."""
+    q, k, v = draw(dtype, T=160, S=160, H=H, D=8, V=300, scale=0.01)
+    do = (1e-3 * jnp.repeat(v, H, axis=2)).astype(dtype)
+    cotangents = Outputs(do, jnp.full((1, 160, H), dlse, jnp.float32))
+    wanted = numerics.oracle("attention", q, k, v, cotangents=cotangents, return_lse=True)
+    with ato_jax.interpret():
+        numerics.compare(numerics.run_backends("triton.wide", "triton.wide", wanted), wanted)
 
 
 def segments(length):

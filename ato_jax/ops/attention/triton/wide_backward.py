@@ -18,11 +18,15 @@ kernel before it stores the parts of q . k and do . v.
 
 Otherwise the sums for dk and dv need the weights of several programs. One kernel then stores p and
 ds, and further kernels multiply these with do, q and k.
+
+Where lse has a cotangent, ds is multiplied in two parts of 16 bits (`may_have_alike_gradients`).
+Beyond one kernel it is then stored in float32.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +43,7 @@ from ato_jax.ops.attention.spec import (
     Outputs,
     Residuals,
     gradient_gain,
+    may_have_alike_gradients,
 )
 from ato_jax.ops.attention.triton.common import (
     ROWS_LAYOUT,
@@ -79,6 +84,7 @@ from ato_jax.ops.attention.triton.wide_forward import (
     tile_of,
     weigh,
 )
+from ato_jax.triton.arithmetic import round_to_bfloat16
 
 
 class Found(NamedTuple):
@@ -104,7 +110,7 @@ def found_weights(tile: Pair, product: jax.Array, fast_exp2: bool) -> Found:
 def score_gradient(
     tile: Pair, found: Found, dp: jax.Array, dlse: Any, gain: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """ds times 2^shift and the gain, in the dtype of the products, and dsink [block_q, 1]."""
+    """ds times 2^shift and the gain, float32, and dsink [block_q, 1]."""
     spec = tile.pairs.spec
     dp = weight_gradient(spec, dp, found.kept, gain)
     delta = jnp.sum(found.p * dp, axis=1, keepdims=True) * 2.0 ** -shift(spec)
@@ -114,7 +120,17 @@ def score_gradient(
     if found.slope is not None:
         ds = ds * found.slope
     dsink = -found.sink * (delta if gain is None else delta / gain)
-    return ds.astype(spec.dtype), dsink
+    return ds, dsink
+
+
+def factors_of(spec: AttentionSpec, w: jax.Array) -> tuple[jax.Array, ...]:
+    """Weights or their gradients as the factors of products: rounded to the dtype, and what the
+    rounding left off where w holds it and the call needs it."""
+    rounded = w.astype(spec.dtype)
+    if w.dtype == rounded.dtype or not may_have_alike_gradients(spec):
+        return (rounded,)
+    nearest = round_to_bfloat16(w) if spec.dtype == "bfloat16" else rounded.astype(jnp.float32)
+    return rounded, (w - nearest).astype(spec.dtype)
 
 
 def _load_dlse(spec: AttentionSpec, ref: Any, rows: Rows) -> jax.Array | None:
@@ -189,11 +205,12 @@ def _kernel(
     if dsink_ref is not None:
         # All slices store the same values.
         store_tile(ROWS_LAYOUT, dsink_ref, None, 0, dsink[:, 0], spec.T)
+    factors = factors_of(spec, ds)
 
     def keys_and_queries(start: Any, nothing: Any) -> Any:
-        of_keys = dot(spec, ds, k.load(start))  # [block_q, block]
+        of_keys = dots(spec, factors, k.load(start))  # [block_q, block]
         dq.store(start, without_powers(spec, of_keys, gain, spec.scale))
-        of_queries = transposed_dot(spec, ds, q.load(start))  # [block_k, block]
+        of_queries = dots(spec, [ds.T for ds in factors], q.load(start))  # [block_k, block]
         dk.store(start, without_powers(spec, of_queries, gain, spec.scale))
         return nothing
 
@@ -203,6 +220,12 @@ def _kernel(
 def transposed_dot(spec: AttentionSpec, a: jax.Array, b: jax.Array) -> jax.Array:
     """a^T . b"""
     return dot(spec, a.T, b)
+
+
+def dots(spec: AttentionSpec, parts: Sequence[jax.Array], b: jax.Array) -> jax.Array:
+    """a . b, where a is the sum of its parts."""
+    first, *others = (dot(spec, part, b) for part in parts)
+    return sum(others, first)
 
 
 def _weights_kernel(
@@ -227,7 +250,7 @@ def _weights_kernel(
     dlse = _load_dlse(spec, dlse_ref, queries)
     ds, dsink = score_gradient(tile, found, load_parts(dp_ref, tile), dlse, load_gain(gain_ref))
     plgpu.store(p_ref.at[tile.place()], found.dropped, mask=tile.mask)
-    plgpu.store(ds_ref.at[tile.place()], ds, mask=tile.mask)
+    plgpu.store(ds_ref.at[tile.place()], ds.astype(ds_ref.dtype), mask=tile.mask)
     if dsink_ref is not None:
         store_tile(ROWS_LAYOUT, dsink_ref, None, start, dsink[:, 0], spec.T)
 
@@ -262,9 +285,10 @@ def _query_sums_kernel(
     x = Matrix(spec.layout, x_ref, None, keys, cut)
     out = Matrix(spec.layout, out_ref, None, queries._replace(length=spec.T), cut)
     w = _load_weights(spec, w_ref, None, start, block_q, 0, keys.size)  # [block_q, block_k]
+    factors = factors_of(spec, w)
 
     def step(start: Any, nothing: Any) -> Any:
-        found = dot(spec, w, x.load(start))  # [block_q, block]
+        found = dots(spec, factors, x.load(start))  # [block_q, block]
         out.store(start, without_powers(spec, found, load_gain(gain_ref), scale))
         return nothing
 
@@ -301,7 +325,7 @@ def _key_sums_kernel(
             queries, _ = own_rows(tile, i0)
             w = _load_weights(spec, w_ref, head, i0, block_q, j0, block_k)  # [block_q, block_k]
             x = Matrix(spec.layout, x_ref, head, queries, cut).load(start)  # [block_q, block]
-            return total + transposed_dot(spec, w, x)
+            return total + dots(spec, [part.T for part in factors_of(spec, w)], x)
 
         zeros = jnp.zeros((block_k, cut.block), jnp.float32)
         total = lax.fori_loop(np.int32(0), np.int32(share * blocks), add, zeros)
@@ -379,7 +403,8 @@ def _by_several_kernels(
     block_q, block_k = fitted(tiles.block_q, spec.T), padded(spec.S)
     lengths = Options(limits=options.limits)
     dlse = cotangents.lse if spec.return_lse else None
-    pair = jax.ShapeDtypeStruct((spec.B, spec.H, spec.T, spec.S), inputs.q.dtype)
+    pairs = spec.B, spec.H, spec.T, spec.S
+    in_parts = may_have_alike_gradients(spec)
     sides = (max(spec.T, block_q), block_k)
     pair_spec = pl.BlockSpec((None, None, *sides), lambda n, h, b: (b, h, 0, 0))
     p, ds, dsink = pallas_call(
@@ -397,8 +422,8 @@ def _by_several_kernels(
             sequence_spec(ROWS_LAYOUT, spec.T, None, block_q) if spec.sinks else None,
         ],
         out_shape=[
-            pair,
-            pair,
+            jax.ShapeDtypeStruct(pairs, inputs.q.dtype),
+            jax.ShapeDtypeStruct(pairs, jnp.float32 if in_parts else inputs.q.dtype),
             jax.ShapeDtypeStruct((spec.B, spec.H, spec.T), jnp.float32) if spec.sinks else None,
         ],
         compiler_params=tiles.compiler_params,
