@@ -14,6 +14,8 @@ import types
 from collections.abc import Sequence
 from typing import Any, Generic
 
+import jax
+
 from ato_jax import device, partitioning, tuning
 from ato_jax.backend import Backend, InputsT, OutputsT, Parts, SpecialForward, SpecT
 
@@ -49,6 +51,9 @@ class Op(Generic[SpecT, InputsT, OutputsT]):
       package: the package that the backends' modules are in.
       planned: names that are promised and have no kernels yet: refused as unsupported.
       special: pairs (backend, module) of a `SpecialForward` that runs some of the backend's calls.
+      on_demand: pairs (field of the spec, field of the outputs) of what callers ask for by an
+        option. A backward pass reads the output's cotangent where the spec's field is True, and
+        reads nothing else of the forward pass for it, so that False stands for a cotangent of zero.
     """
 
     name: str
@@ -56,6 +61,7 @@ class Op(Generic[SpecT, InputsT, OutputsT]):
     package: str
     planned: tuple[str, ...] = ()
     special: tuple[tuple[str, str], ...] = ()
+    on_demand: tuple[tuple[str, str], ...] = ()
 
     def module(self, name: str) -> types.ModuleType:
         return importlib.import_module(f"{self.package}.{name}")
@@ -69,6 +75,18 @@ class Op(Generic[SpecT, InputsT, OutputsT]):
     def parts(self) -> Parts[InputsT, OutputsT]:
         """What says how a call is divided among devices."""
         return self.module("parts").PARTS
+
+    def for_cotangents(self, spec: SpecT, given: OutputsT) -> SpecT:
+        """The spec of a backward pass. `given` has for each output whether its cotangent may be
+        other than zero."""
+        absent = [
+            option
+            for option, output in self.on_demand
+            if not any(jax.tree.leaves(getattr(given, output)))
+        ]
+        one: Any = spec
+        found: SpecT = dataclasses.replace(one, **dict.fromkeys(absent, False))
+        return found
 
     def check_name(self, implementation: object) -> None:
         """A ValueError unless it is None or the name of a backend, planned ones included."""

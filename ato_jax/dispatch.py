@@ -12,6 +12,10 @@ Every op runs through `run`, which calls the first backend that supports the req
 JAX differentiates the backends that are plain JAX, in forward mode and to any order. Kernels have a
 custom derivative (`_kernels`). The derivative of its backward pass is that of the XLA backend, so
 second order is right there, too. JAX refuses forward mode, with an error that says so.
+
+JAX tells the custom derivative which cotangents are zero whatever the arrays hold, because nothing
+that is differentiated reads the output. A backward pass that would do more for one of these, as
+attention's for lse, runs as if the caller had not asked for that output (`Op.on_demand`).
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from ato_jax import autodiff, choosing, device, division, meshes, partitioning, programs, tuning
 from ato_jax.backend import InputsT, OutputsT, Residuals, SpecT
@@ -77,7 +82,8 @@ def _kernels(call: Call, inputs: InputsT) -> Any:
     return _forward(call, inputs)
 
 
-def _kernels_forward(call: Call, inputs: InputsT) -> tuple[Any, Any]:
+def _kernels_forward(call: Call, primals: Any) -> tuple[Any, Any]:
+    inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     if _is_plain(dataclasses.replace(call, training=True)):
         # JAX's own derivative keeps what it needs, where `_kernels_backward` computes it again.
         training = dataclasses.replace(call, training=True)
@@ -101,8 +107,30 @@ def _followed(call: Call) -> Call:
 
 def _kernels_transposed(call: Call, residuals: Any, cotangents: OutputsT) -> tuple[InputsT]:
     if isinstance(residuals, jax.tree_util.Partial):
-        return (residuals(cotangents),)
-    return (_kernels_backward(call, residuals, cotangents.plain()),)
+        return (residuals(jax.tree.map(_instantiated, cotangents)),)
+    plain = cotangents.plain()
+    here = _for_cotangents(call, jax.tree.map(lambda leaf: not _is_zero(leaf), plain))
+    return (_kernels_backward(here, residuals, jax.tree.map(_instantiated, plain)),)
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, SymbolicZero)
+
+
+def _instantiated(cotangent: Any) -> jax.Array:
+    found: jax.Array = meshes.zeros(cotangent.aval) if _is_zero(cotangent) else cotangent
+    return found
+
+
+def _for_cotangents(call: Call, given: Any) -> Call:
+    """The call of a backward pass, where `given` has for each output whether its cotangent may be
+    other than zero."""
+    fewer = dataclasses.replace(call, spec=call.op.for_cotangents(call.spec, given))
+    # What the forward pass kept may be for the kernels of its own spec alone.
+    same = fewer == call or (
+        choosing.choose_if_any(fewer, "backward") == choosing.choose_if_any(call, "backward")
+    )
+    return fewer if same else call
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -176,7 +204,7 @@ def _twice_backward(
     return Residuals(inputs_cotangent, None), cotangents_cotangent
 
 
-_kernels.defvjp(_kernels_forward, _kernels_transposed)
+_kernels.defvjp(_kernels_forward, _kernels_transposed, symbolic_zeros=True)
 _kernels_backward.defvjp(_twice_forward, _twice_backward)
 
 
@@ -288,9 +316,21 @@ def backward(
     implementation: str | None,
     wanted: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The cotangents of the inputs named in `wanted`, for a caller that kept the outputs."""
+    """The cotangents of the inputs named in `wanted`, for a caller that kept the outputs.
+
+    Of the outputs' cotangents, None stands for zeros.
+    """
     call = _call_of(op, spec, inputs, implementation)
-    return _run_backward(call, wanted, Residuals(inputs, outputs), cotangents)
+    plain = outputs.plain()
+    given = jax.tree.map(lambda _, cotangent: cotangent is not None, plain, cotangents)
+    every = jax.tree.map(
+        lambda output, cotangent: (
+            meshes.zeros(jax.typeof(output)) if cotangent is None else cotangent
+        ),
+        plain,
+        cotangents,
+    )
+    return _run_backward(_for_cotangents(call, given), wanted, Residuals(inputs, outputs), every)
 
 
 @dataclasses.dataclass(frozen=True)

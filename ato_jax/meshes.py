@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 InputsT = TypeVar("InputsT")
@@ -55,6 +56,13 @@ def varying_with(arrays: Tree, others: Any) -> Tree:
 
     found: Tree = jax.tree.map(cast, arrays)
     return found
+
+
+def zeros(kind: Any) -> jax.Array:
+    """Zeros of a type, as `jax.typeof` returns it, that vary over the same `jax.shard_map` axes."""
+    found = jnp.zeros(kind.shape, kind.dtype)
+    axes = kind.manual_axis_type.varying
+    return jax.lax.pcast(found, tuple(axes), to="varying") if axes else found
 
 
 def nowhere() -> contextlib.AbstractContextManager[Any]:

@@ -37,6 +37,7 @@ OP: choosing.Op[AttentionSpec, Inputs, Outputs] = choosing.Op(
     ("mosaic_gpu", "triton.wide", "triton", "cudnn", "xla", "reference"),
     package="ato_jax.ops.attention",
     special=(("triton", PAGED),),
+    on_demand=(("return_lse", "lse"),),
 )
 
 # A window of this size bounds nothing where queries begin within half of it from key 0, and the

@@ -253,8 +253,8 @@ def may_have_alike_gradients(spec: AttentionSpec) -> bool:
     where dlse is the same for all queries: by emulation they grow with sqrt(S / D), to 6e-2 of dq
     in bfloat16 at S = 16,384 and D = 64, whose budget is 5e-3.
 
-    A spec tells that lse is returned, not that it has a cotangent, so every such call takes both
-    parts. Triton's kernels for wide heads (`wide_backward.py`) multiply one part all the same.
+    The spec of a backward pass has `return_lse` False where lse's cotangent is known to be zero
+    (`Op.on_demand`), which spares the second part.
     """
     return spec.return_lse and spec.dtype in ("bfloat16", "float16")
 

@@ -35,6 +35,7 @@ OP: choosing.Op[DeltaRuleSpec, Inputs, Outputs] = choosing.Op(
     ("mosaic_gpu", "xla", "reference"),
     package="ato_jax.ops.delta_rule",
     planned=("triton", "cudnn"),
+    on_demand=(("return_state", "state"),),
 )
 
 
