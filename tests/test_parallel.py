@@ -12,7 +12,9 @@ import contextlib
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import ato_jax
 import ato_jax.nn
+from ato_jax import dispatch
 from ato_jax.parallel import walk
 from ato_jax.parallel.devices import MOST_UNROLLED, Devices
 from benchmarks import collectives as programs
@@ -344,10 +347,30 @@ def check_ring() -> None:
     for array in padded:
         array[0, 43:] = np.nan
     own = {"schedule": "ring", "implementation": "triton", "interpret": True}
-    check_case(
-        "ring by kernels: causal, lengths, sinks, NaN in padding", "attention", padded, own=own,
-        causal=True, q_lengths=np.array([43, 64]), sinks=draw((H,), 5), return_lse=True,
-    )  # fmt: skip
+    with recorded_backward_passes() as told:
+        check_case(
+            "ring by kernels: causal, lengths, sinks, NaN in padding", "attention", padded, own=own,
+            causal=True, q_lengths=np.array([43, 64]), sinks=draw((H,), 5), return_lse=True,
+        )  # fmt: skip
+    assert told == {True}, told
+    with recorded_backward_passes() as told:
+        narrow = qkv(dtype=jnp.bfloat16, D=16, V=16)
+        check_case("ring by kernels, without lse", "attention", narrow, own=own, causal=True)
+    assert told == {False}, told
+
+
+@contextlib.contextmanager
+def recorded_backward_passes() -> Iterator[set[bool]]:
+    """Whether each backward pass that is traced takes a cotangent of lse."""
+    told: set[bool] = set()
+    backward_by = dispatch.backward_by
+
+    def recorded(op: Any, choice: Any, spec: Any, *arrays: Any) -> Any:
+        told.add(spec.return_lse)
+        return backward_by(op, choice, spec, *arrays)
+
+    with mock.patch.object(dispatch, "backward_by", recorded):
+        yield told
 
 
 def check_zigzag() -> None:

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
-from ato_jax import device, dispatch
+from ato_jax import device, dispatch, meshes
 from ato_jax.meshes import varying_with
 from ato_jax.ops.attention import api
 from ato_jax.ops.attention.pieces import combine
@@ -161,7 +162,7 @@ class Queries(NamedTuple):
     rest: jax.Array | None  # what rounding took from out, `Outputs.rest`
     lse: jax.Array
     d_out: jax.Array
-    d_lse: jax.Array
+    d_lse: jax.Array | None  # None for zeros
 
 
 def gradients_again(plan: Plan, starts: Any, query: Queries, keys: Any) -> Any:
@@ -176,9 +177,10 @@ def gradients_again(plan: Plan, starts: Any, query: Queries, keys: Any) -> Any:
     saw = lse_r > -jnp.inf
     weight = jnp.where(saw, jnp.exp(lse_r - jnp.where(saw, query.lse, 0)), 0)
     d_out = jnp.where(saw[..., None], query.d_out, 0)
-    d_lse = jnp.where(saw, query.d_lse, 0)
     inner = jnp.sum((out_r - jnp.where(saw[..., None], query.out, 0)) * d_out, axis=-1)
-    return pull((weight[..., None] * d_out, weight * (inner + d_lse)))
+    if query.d_lse is not None:
+        inner = inner + jnp.where(saw, query.d_lse, 0)
+    return pull((weight[..., None] * d_out, weight * inner))
 
 
 def gradients_by_lse(plan: Plan, starts: Any, query: Queries, keys: Any) -> Any:
@@ -212,7 +214,7 @@ def backward(plan: Plan, by_lse: bool, residuals: Any, cotangents: Any) -> Array
             rest_in_units(spec, out, rounded.astype(jnp.float32)),
             lse,
             jnp.where(saw[..., None], whole.d_out, 0).astype(q.dtype),
-            jnp.where(saw, whole.d_lse, 0),
+            None if whole.d_lse is None else jnp.where(saw, whole.d_lse, 0),
         )
     cut = functools.partial(plan.cut, axis=plan.time)
     parts = [[None] * plan.chunks if array is None else cut(array) for array in whole]
@@ -271,12 +273,18 @@ def ring(plan: Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     return forward(plan, arrays)
 
 
-def _ring_forward(plan: Plan, arrays: Arrays) -> Any:
+def _ring_forward(plan: Plan, primals: Any) -> Any:
+    arrays = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     out, lse = forward(plan, arrays, exact=takes_lse(plan, arrays))
     return (out, lse), (arrays, out, lse)
 
 
 def _ring_backward(plan: Plan, residuals: Any, cotangents: Any) -> tuple[Arrays]:
+    d_out, d_lse = cotangents
+    if isinstance(d_out, SymbolicZero):
+        d_out = meshes.zeros(d_out.aval)
+    # Most callers differentiate out alone.
+    cotangents = d_out, None if isinstance(d_lse, SymbolicZero) else d_lse
     with device.interpret(plan.interpret):
         by_lse = takes_lse(plan, residuals[0])
     if by_lse:
@@ -300,4 +308,4 @@ def _by_lse_backward(plan: Plan, pull: Any, second_cotangents: Any) -> Any:
 
 
 _by_lse.defvjp(_by_lse_forward, _by_lse_backward)
-ring.defvjp(_ring_forward, _ring_backward)
+ring.defvjp(_ring_forward, _ring_backward, symbolic_zeros=True)
