@@ -10,7 +10,7 @@ An op of plain JAX has JAX's derivative.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -31,6 +31,8 @@ from ato_jax.ops.linear_attention.spec import Outputs as LinearAttentionOutputs
 from ato_jax.ops.linear_attention.step import linear_attention_step
 from ato_torch import _elf
 from ato_torch._calls import PARAMETERS, Arrays, Call, Shape, Shapes
+
+Cotangents = Sequence[jax.Array | None]
 
 
 def tells_launches(version: tuple[int, ...]) -> bool:
@@ -87,9 +89,9 @@ class Adapter(Protocol):
         needed: tuple[bool, ...],
         inputs: Arrays,
         outputs: Arrays,
-        cotangents: Arrays,
+        cotangents: Cotangents,
     ) -> list[jax.Array]:
-        """The gradients of those inputs that `needed` names."""
+        """The gradients of those inputs that `needed` names. A cotangent of zeros may be None."""
 
     def shapes(self, call: Call, inputs: dict[str, Shape]) -> Shapes:
         """Shape and dtype of each output, from those of the inputs by name."""
@@ -150,7 +152,7 @@ class _Kernels:
         needed: tuple[bool, ...],
         inputs: Arrays,
         outputs: Arrays,
-        cotangents: Arrays,
+        cotangents: Cotangents,
     ) -> list[jax.Array]:
         request = self.api.prepare(**arguments(call, inputs))
         spec = request.spec
@@ -163,7 +165,7 @@ class _Kernels:
             outputs, cotangents = (
                 [
                     jnp.zeros((*leaf.shape[:time], 1, *leaf.shape[time + 1 :]), leaf.dtype)
-                    if timed
+                    if timed and leaf is not None
                     else leaf
                     for leaf, timed in zip(leaves, self.timed, strict=False)
                 ]
@@ -262,7 +264,7 @@ class _DeltaRule(_Kernels):
         needed: tuple[bool, ...],
         inputs: Arrays,
         outputs: Arrays,
-        cotangents: Arrays,
+        cotangents: Cotangents,
     ) -> list[jax.Array]:
         call, inputs, transposed = _of_unit_rows(call, inputs)
         gradients = super().backward(call, needed, inputs, outputs, cotangents)
@@ -324,7 +326,7 @@ class _Plain:
         needed: tuple[bool, ...],
         inputs: Arrays,
         outputs: Arrays,
-        cotangents: Arrays,
+        cotangents: Cotangents,
     ) -> list[jax.Array]:
         def of_needed(chosen: Arrays) -> list[jax.Array]:
             ahead = iter(chosen)
@@ -335,7 +337,11 @@ class _Plain:
             return self.forward(call, every)
 
         chosen = [array for is_needed, array in zip(needed, inputs, strict=True) if is_needed]
-        return jax.vjp(of_needed, chosen)[1](list(cotangents))[0]
+        every = [
+            jnp.zeros_like(output) if cotangent is None else cotangent
+            for output, cotangent in zip(outputs, cotangents, strict=True)
+        ]
+        return jax.vjp(of_needed, chosen)[1](every)[0]
 
     def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
         raise NotImplementedError

@@ -467,13 +467,17 @@ def _(call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]
 def _save(ctx: Any, inputs: tuple[str, Tensors], output: Tensors) -> None:
     ctx.call, tensors = inputs
     ctx.outputs = len(output)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output)
 
 
 def _differentiate(ctx: Any, cotangents: Tensors) -> tuple[None, list[torch.Tensor | None]]:
     needed = ctx.needs_input_grad[1]
     outputs = ctx.saved_tensors[-ctx.outputs :]
-    given = [output.is_floating_point() for output in outputs]
+    given = [
+        output.is_floating_point() and each is not None
+        for each, output in zip(cotangents, outputs, strict=True)
+    ]
     chosen = [each for each, is_given in zip(cotangents, given, strict=True) if is_given]
     _refuse_forward_mode(chosen)
     gradients = _backward(ctx.call, [*ctx.saved_tensors, *chosen], needed, given)

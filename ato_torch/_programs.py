@@ -156,8 +156,7 @@ def backward(
         inputs, rest = arrays[: len(needed)], arrays[len(needed) :]
         outputs, cotangents = rest[: len(given)], iter(rest[len(given) :])
         every = [
-            next(cotangents) if is_given else jnp.zeros_like(output)
-            for is_given, output in zip(given, outputs, strict=True)
+            next(cotangents) if is_given else None for is_given in given
         ]
         return OPS[call.op].backward(call, needed, inputs, outputs, every)
 
