@@ -40,8 +40,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def attend(*arrays: jax.Array, **options: Any) -> Any:
-    options = {"causal": True, "implementation": "triton"} | options
-    return ato_jax.attention(*arrays, **options)
+    chosen: dict[str, Any] = {"causal": True, "implementation": "triton"} | options
+    return ato_jax.attention(*arrays, **chosen)
 
 
 def with_lse(*arrays: jax.Array) -> Any:
@@ -183,6 +183,7 @@ def test_a_cotangent_that_is_not_given(told: Any) -> None:
     """Callers that keep the outputs pass None."""
     request = api.prepare(*qkv(), causal=True, return_lse=True, implementation="triton")
     arguments = api.OP, request.spec, request.inputs
+    no_array: Any = None
     with ato_jax.interpret():
         outputs = dispatch.run(*arguments, request.implementation, True)
         d_out = jnp.ones_like(outputs.out)
@@ -190,7 +191,7 @@ def test_a_cotangent_that_is_not_given(told: Any) -> None:
             dispatch.backward(
                 *arguments, outputs, Outputs(d_out, d_lse), request.implementation, ("q", "k")
             )
-            for d_lse in (None, jnp.zeros_like(outputs.lse))
+            for d_lse in (no_array, jnp.zeros_like(outputs.lse))
         )
     assert [spec.return_lse for spec in told] == [False, True]
     for name in ("q", "k"):

@@ -191,7 +191,7 @@ def gradients_by_lse(plan: Plan, starts: Any, query: Queries, keys: Any) -> Any:
         request.spec,
         request.inputs,
         Outputs(query.out, query.lse, query.rest),
-        Outputs(query.d_out, query.d_lse),
+        Outputs(query.d_out, query.d_lse),  # type: ignore[arg-type]
         request.implementation,
         ("q", "k", "v"),
     )

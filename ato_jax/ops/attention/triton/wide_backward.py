@@ -205,12 +205,12 @@ def _kernel(
     if dsink_ref is not None:
         # All slices store the same values.
         store_tile(ROWS_LAYOUT, dsink_ref, None, 0, dsink[:, 0], spec.T)
-    factors = factors_of(spec, ds)
+    ds_parts = factors_of(spec, ds)
 
     def keys_and_queries(start: Any, nothing: Any) -> Any:
-        of_keys = dots(spec, factors, k.load(start))  # [block_q, block]
+        of_keys = dots(spec, ds_parts, k.load(start))  # [block_q, block]
         dq.store(start, without_powers(spec, of_keys, gain, spec.scale))
-        of_queries = dots(spec, [ds.T for ds in factors], q.load(start))  # [block_k, block]
+        of_queries = dots(spec, [part.T for part in ds_parts], q.load(start))  # [block_k, block]
         dk.store(start, without_powers(spec, of_queries, gain, spec.scale))
         return nothing
 
