@@ -52,7 +52,7 @@ With a bias, scores and lse are natural, and p = exp2(log2(e) (s - lse)), since 
 that lse has no digit left of the logarithm of the keys' number. So the kernel for dq sums each
 query's weights up, and divides by that sum; `backward.py` brings it to dk and dv.
 
-In calls that return lse, ds is multiplied in two parts of 16 bits, by one product more: see
+Where lse has a cotangent, ds is multiplied in two parts of 16 bits, by one product more: see
 `may_have_alike_gradients`.
 
 In float16 p carries 2^15, by norm, and dp - delta carries `gain` of the batch entry and group, a
