@@ -31,6 +31,7 @@ import pytest
 
 import ato_jax
 from ato_jax import device
+from ato_jax.ops.delta_rule import mosaic_gpu as mosaic_delta_rule
 from tests import aot, numerics
 from tests.calls import Call
 
@@ -752,6 +753,92 @@ STEP = Space(
     rules=(NORMALIZER_RULE,),
 )
 
+# B, T: chunks have 64 steps, and tiles of the copy engine 8 rows. The second are for interpreted
+# kernels.
+DELTA_LENGTHS = {
+    "odd": ((2, 301), (1, 139)),
+    "whole chunks": ((2, 128), (1, 128)),
+    "whole tiles": ((2, 200), (1, 72)),
+    "below a chunk": ((2, 37), (1, 37)),
+    "T = 1": ((2, 1), (1, 1)),
+}
+# H, G
+SMALL_HEADS = {"H = G": (2, 2), "pairs": (2, 1), "one key head": (3, 1), "one head": (1, 1)}
+DELTA_FACTORS: dict[str, tuple[Any, ...]] = {
+    "decay": ("none", "step", "channel"),
+    "beta": ("up to 1", "up to 2", "0, 1 and 2"),
+    "keys": ("random", "alike"),
+    "normalize_qk": (False, True),
+    "initial_state": (False, True),
+    "return_state": (False, True),
+    "scale": (None, 0.7, -0.7),
+    "layout": LAYOUTS,
+    "batched": (True, False),
+    "x64": (False, True),
+    "alone": (False, True),
+}
+DELTA_RULE = Space(
+    "gated_delta_rule",
+    {
+        **DELTA_FACTORS,
+        "lengths": ("odd", "whole chunks", "below a chunk", "T = 1"),
+        "padding": (False, True),
+        "segments": (False, True),
+        "widths": ((64, 64), (128, 128), (256, 256), (33, 65)),
+        "heads": tuple(SMALL_HEADS),
+        "dtype": tuple(DTYPES),
+    },
+    triples=("decay", "padding", "segments", "initial_state", "return_state", "normalize_qk"),
+    backend="xla",
+)
+MOSAIC_DELTA_RULE = Space(
+    "gated_delta_rule",
+    {
+        **DELTA_FACTORS,
+        "lengths": ("odd", "whole chunks", "whole tiles", "T = 1"),
+        "widths": ((128, 128), (64, 64), (128, 64), (64, 192)),
+        "heads": ("H = G", "pairs", "one key head"),
+        # How the state is walked from chunk to chunk, which otherwise follows from how many heads
+        # there are for the card.
+        "walk": ("one slice", "two slices", "pieces"),
+    },
+    rules=(
+        Rule(
+            ("walk", "widths"),
+            lambda walk, widths: walk == "two slices" and widths[1] % 128 != 0,
+            None,
+        ),
+        Rule(
+            ("walk", "decay"),
+            lambda walk, decay: walk != "one slice" and decay == "channel",
+            None,
+        ),
+        Rule(
+            ("walk", "lengths"),
+            lambda walk, lengths: walk == "pieces" and lengths not in ("odd", "whole tiles"),
+            None,
+        ),
+    ),
+    triples=("decay", "normalize_qk", "initial_state", "return_state", "layout"),
+    backend="mosaic_gpu",
+)
+DELTA_STEP = Space(
+    "gated_delta_rule_step",
+    {
+        "decay": ("none", "BH", "BHD"),
+        "beta": DELTA_FACTORS["beta"],
+        "normalize_qk": (False, True),
+        "scale": (None, 0.7, -0.7),
+        "widths": ((64, 64), (128, 128), (256, 256), (128, 64), (33, 65), (1, 24)),
+        "heads": tuple(HEADS),
+        "dtype": ("bfloat16", "float16", "float32"),
+        "batched": (True, False),
+        "x64": (False, True),
+    },
+    triples=("decay", "normalize_qk", "heads"),
+    backend="xla",
+)
+
 SPACES = {
     "attention": ATTENTION,
     "linear_attention": LINEAR_ATTENTION,
@@ -760,7 +847,12 @@ SPACES = {
     "mosaic_gradients": MOSAIC_GRADIENTS,
     "decode_attention": DECODE,
     "linear_attention_step": STEP,
+    "delta_rule": DELTA_RULE,
+    "mosaic_delta_rule": MOSAIC_DELTA_RULE,
+    "delta_rule_step": DELTA_STEP,
 }
+# One token from a state: no backend to name, and no gradients of kernels.
+STEPS = (STEP, DELTA_STEP)
 
 OWN_LENGTHS = {
     MOSAIC: MOSAIC_LENGTHS,
@@ -868,8 +960,19 @@ def arguments_of(space: Space, row: Row) -> dict[str, Any]:
         return _decode_arguments(row)
     if space is STEP:
         return _step_arguments(row)
-    (q, k, v), options = call_of(space, row).arguments()
+    if space is DELTA_STEP:
+        return _delta_step_arguments(row)
+    (q, k, v), options = qkv_and_options(space, row)
     return {"q": q, "k": k, "v": v} | options
+
+
+def qkv_and_options(
+    space: Space, row: Row, small: bool = False
+) -> tuple[list[Any], dict[str, Any]]:
+    """[q, k, v] of a call on whole sequences, and all its other arguments by name."""
+    if space.op == "gated_delta_rule":
+        return _delta_rule(row, small)
+    return call_of(space, row, small).arguments()
 
 
 def _decode_arguments(row: Row) -> dict[str, Any]:
@@ -944,6 +1047,81 @@ def _step_arguments(row: Row) -> dict[str, Any]:
     return found
 
 
+def _delta_rule(row: Row, small: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Keys of length 1 unless they are normalised by the call: beyond, the state grows."""
+    (B, T), (D, V) = DELTA_LENGTHS[row["lengths"]][small], row["widths"]
+    H, G = SMALL_HEADS[row["heads"]]
+    B = B if row["batched"] else 1
+    dtype, precision = DTYPES[row.get("dtype", "bfloat16")]
+    draw = np.random.default_rng(math.prod((B, T, H, D, V)) % 997)
+    q, k = draw.normal(size=(2, B, T, G, D))
+    if row["keys"] == "alike":
+        k = np.broadcast_to(k[:, :1], k.shape).copy()
+    if not row["normalize_qk"]:
+        k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    timed = {"q": q, "k": k, "v": draw.normal(size=(B, T, H, V))}
+    timed["beta"] = _betas(draw, row["beta"], (B, T, H))
+    if row["decay"] != "none":
+        of_channels = (D,) * (row["decay"] == "channel")
+        timed["decay"] = _decays(draw, (B, T, H, *of_channels))
+    options: dict[str, Any] = {}
+    if row.get("segments"):
+        ids = draw.integers(0, 3, size=(B, T)) * (draw.uniform(size=(B, T)) < 0.1)
+        options["segment_ids"] = ids.cumsum(1) % 4  # runs, some of whose ids return
+    if row.get("padding"):
+        options["lengths"] = lengths = draw.integers(0, 1 + T, size=B)
+        for array in timed.values():
+            array[np.arange(T) >= lengths[:, None]] = np.nan
+    if row["initial_state"]:
+        state = draw.normal(size=(B, H, D, V))
+        options["initial_state"] = jnp.asarray(state, jnp.float32)
+    if row["layout"] == "bhtd":
+        timed = {name: np.swapaxes(array, 1, 2) for name, array in timed.items()}
+    given: dict[str, Any] = {
+        name: jnp.asarray(array, dtype if name in "qkv" else jnp.float32)
+        for name, array in timed.items()
+    }
+    if not row["batched"]:
+        given, options = jax.tree.map(lambda array: array[0], (given, options))
+    options |= {name: row[name] for name in ("normalize_qk", "return_state", "scale", "layout")}
+    if precision:
+        options["precision"] = precision
+    return [given.pop(name) for name in "qkv"], given | options
+
+
+def _betas(draw: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    if kind == "0, 1 and 2":
+        return draw.integers(0, 3, size=shape).astype(float)
+    return draw.uniform(0, 1 if kind == "up to 1" else 2, size=shape)
+
+
+def _decays(draw: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Mostly none and weak ones, and a few that are strong or total."""
+    return draw.choice([0, -1e-3, -1, -50, -np.inf], p=[0.4, 0.4, 0.14, 0.04, 0.02], size=shape)
+
+
+def _delta_step_arguments(row: Row) -> dict[str, Any]:
+    (D, V), (H, G) = row["widths"], HEADS[row["heads"]]
+    B = 3 if row["batched"] else 1
+    draw = np.random.default_rng(D + V)
+    q, k = draw.normal(size=(2, B, G, D))
+    k = k if row["normalize_qk"] else k / np.linalg.norm(k, axis=-1, keepdims=True)
+    given = {"q": q, "k": k, "v": draw.normal(size=(B, H, V))}
+    given["beta"] = _betas(draw, row["beta"], (B, H))
+    given["state"] = draw.normal(size=(B, H, D, V))
+    if row["decay"] != "none":
+        given["decay"] = _decays(draw, (B, H, D)[: len(row["decay"])])
+    found: dict[str, Any] = {
+        name: jnp.asarray(array if row["batched"] else array[0], _dtype_of(name, row))
+        for name, array in given.items()
+    }
+    return found | {name: row[name] for name in ("normalize_qk", "scale")}
+
+
+def _dtype_of(name: str, row: Row) -> str:
+    return row["dtype"] if name in "qkv" else "float32"
+
+
 # -- lowering ------------------------------------------------------------------------------------
 
 CARDS = {
@@ -966,7 +1144,7 @@ def program(space: Space, row: Row) -> tuple[Callable[..., Any], dict[str, Any]]
         if any(map(_is_array, jax.tree.leaves(value)))
     }
     static = {name: value for name, value in options.items() if name not in traced}
-    if space is not STEP:
+    if space not in STEPS:
         static["implementation"] = space.backend
     call = functools.partial(getattr(ato_jax, space.op), **static)
     differentiated = {"q", "k", "v", *numerics.DIFFERENTIABLE} & set(traced)
@@ -984,8 +1162,8 @@ def has_gradients(space: Space, row: Row) -> bool:
     """Whether the backend has them: those of some of Mosaic GPU's calls are Triton's, and those of
     decoding are plain JAX."""
     if space not in (MOSAIC, MOSAIC_ATTENTION):
-        return space in (ATTENTION, LINEAR_ATTENTION, MOSAIC_GRADIENTS)
-    arguments, options = call_of(space, row).arguments()
+        return space not in (DECODE, *STEPS)
+    arguments, options = qkv_and_options(space, row)
     spec = numerics.prepare(space.op, *arguments, **options)[0].spec
     return numerics.APIS[space.op].OP.backend(space.backend).unsupported(spec, "backward") is None
 
@@ -994,9 +1172,26 @@ def has_gradients(space: Space, row: Row) -> bool:
 def as_on_a_card(row: Row) -> Iterator[int]:
     """Calls are made as on the row's card, whose capability this gives, and with its `x64`."""
     capability = row.get("card", 90)
-    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(row["x64"]):
+    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(row["x64"]), walked(row):
         patch.setattr(device, "of_call", lambda arrays: CARDS[capability])
         yield capability
+
+
+@contextlib.contextmanager
+def walked(row: Row) -> Iterator[None]:
+    """Hopper's kernels of the delta rule walk as the row says, however many heads there are."""
+    walk = row.get("walk", "one slice")
+    given = mosaic_delta_rule.default_config
+
+    def own(spec: Any, device: device.Device) -> Any:
+        walks = {"slices": 2 if walk == "two slices" else 1, "pieces": 3 if walk == "pieces" else 1}
+        return dataclasses.replace(given(spec, device), **walks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if "walk" in row:
+            backend = type(mosaic_delta_rule.BACKEND)
+            patch.setattr(backend, "default_config", staticmethod(own))
+        yield
 
 
 def trace(space: Space, row: Row) -> None:
@@ -1023,7 +1218,7 @@ def lower(space: Space, row: Row) -> list[str]:
     ]
     found = [*(kernel.name for kernel in kernels), *of_mosaic]
     assert of_mosaic or space.backend != "mosaic_gpu", f"no kernel of Mosaic GPU: {found}"
-    assert found, "no kernel"
+    assert bool(found) != (space.backend == "xla"), f"kernels: {found}"
     return found
 
 
@@ -1049,8 +1244,14 @@ SMALL_CONFIGS: dict[str, dict[str, int]] = {
 
 def check_interpreted(space: Space, row: Row) -> None:
     """The backend's kernels, interpreted on short arrays, beside the float64 reference."""
-    call = call_of(space, row, small=True)
-    arguments, options = call.arguments()
+    arguments, options = qkv_and_options(space, row, small=True)
+    if space.op == "gated_delta_rule":
+        wanted = numerics.oracle(space.op, *arguments, **options)
+        options["cotangents"] = wanted.cotangents
+        with ato_jax.interpret(), walked(row):
+            found = numerics.run(space.op, space.backend, *arguments, **options)
+        numerics.compare(found, wanted)
+        return
     config = SMALL_CONFIGS[space.op]
     wide = space is ATTENTION and max(row["widths"]) > WIDEST_WHOLE_ROW
     if row.get("decay") == "channel":
@@ -1074,11 +1275,11 @@ def check_interpreted(space: Space, row: Row) -> None:
 def check_on_the_card(space: Space, row: Row, implementation: str | None) -> None:
     """The public function beside the float64 reference: outputs with and without a derivative to
     follow, and all gradients. What has no derivative of its own, beside plain JAX in float32."""
-    with jax.enable_x64(row["x64"]):
-        if space in (DECODE, STEP):
+    with jax.enable_x64(row["x64"]), walked(row):
+        if space in (DECODE, *STEPS):
             _check_outputs(space, row, implementation)
             return
-        arguments, options = call_of(space, row).arguments()
+        arguments, options = qkv_and_options(space, row)
         if implementation is None and _chooses(space, arguments, options):
             return  # the test that names the backend runs the same program
         wanted = numerics.oracle(space.op, *arguments, **options)
@@ -1127,7 +1328,8 @@ def _check_outputs(space: Space, row: Row, implementation: str | None) -> None:
         named = [numerics.named_outputs("attention", result) for result in (found, wanted)]
     else:
         found, wanted = function(**given), function(**exact)
-        named = [numerics.named_outputs("linear_attention", result) for result in (found, wanted)]
+        op = space.op.removesuffix("_step")
+        named = [numerics.named_outputs(op, result) for result in (found, wanted)]
     for name, actual in named[0].items():
         numerics.check(name, actual, named[1][name], dtype=row["dtype"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
@@ -12,10 +11,8 @@ from ato_jax.mosaic import program
 from tests import unclipped
 
 
-def newest(test: Any) -> Any:
-    """A mark for a test of kernels that the newest JAX alone interprets."""
-    reason = "JAX interprets from 0.12 on"
-    return pytest.mark.skipif(program.interpreter is None, reason=reason)(test)
+# A mark for a test of kernels that the newest JAX alone interprets.
+newest = pytest.mark.skipif(program.interpreter is None, reason="JAX interprets from 0.12 on")
 
 
 @pytest.fixture(autouse=True)

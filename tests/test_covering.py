@@ -4,7 +4,8 @@ sample is right where it is interpreted, and on a card every row is right.
     python -m tests.covering                                what the arrays cover
     ATO_ALL_ROWS=1 python -m pytest tests/test_covering.py  lowers every row
 
-Lowering all rows takes a core about 12 minutes. The ordinary tests lower two of 48 rows.
+Lowering all rows takes a core about 15 minutes. The ordinary tests lower two of 48 rows. Those of
+the delta rule by Mosaic GPU are compiled for a Hopper card besides.
 """
 
 from __future__ import annotations
@@ -20,16 +21,34 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import ato_jax
 from ato_jax import UnsupportedError
 from ato_jax.ops.attention.triton.pairs import Pairs
+from ato_jax.ops.delta_rule import mosaic_gpu as mosaic_delta_rule
 from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay
-from tests import aot, covering
-from tests.covering import ATTENTION, DECODE, LINEAR_ATTENTION, MOSAIC, STEP, Row, Space
+from tests import aot, aot_covering, covering
+from tests.aot_covering import Rows
+from tests.aot_mosaic import requires_plugin
+from tests.covering import (
+    ATTENTION,
+    DECODE,
+    DELTA_RULE,
+    DELTA_STEP,
+    LINEAR_ATTENTION,
+    MOSAIC,
+    MOSAIC_DELTA_RULE,
+    STEP,
+    Row,
+    Space,
+)
+from tests.interpreted import newest
 
 # Rows in one test: few enough for workers to share the time evenly. The ordinary tests take smaller
 # groups, one in so many, since a row of Mosaic GPU takes some seconds.
 GROUP = 6
 ORDINARY_GROUP, ORDINARY_STEP = 2, 24
+# Rows in one test on a card, of spaces whose rows take longer, or shorter, than those of others.
+ROWS_ON_A_CARD = {DELTA_RULE: 4, MOSAIC_DELTA_RULE: 4, DELTA_STEP: 15}
 
 # Rows of each array, pairs covered, and triples covered among `Space.triples`.
 COVERED = {
@@ -40,6 +59,9 @@ COVERED = {
     "mosaic_gradients": (55, 1711, 0),
     "decode_attention": (49, 1158, 261),
     "linear_attention_step": (71, 768, 0),
+    "delta_rule": (29, 988, 200),
+    "mosaic_delta_rule": (24, 733, 104),
+    "delta_rule_step": (29, 342, 24),
 }
 
 
@@ -60,11 +82,13 @@ def groups(rows: list[tuple[int, Row]], size: int = GROUP) -> Iterator[list[tupl
         yield rows[start : start + size]
 
 
-def ordinary() -> Iterator[Any]:
+def ordinary(*names: str) -> Iterator[Any]:
+    """Groups of rows of the spaces that are named, or of all."""
     size, step = ORDINARY_GROUP, ORDINARY_STEP
     if os.environ.get("ATO_ALL_ROWS") == "1":
         size, step = GROUP, 1
-    for name, space in covering.SPACES.items():
+    for name in names or covering.SPACES:
+        space = covering.SPACES[name]
         for rows in list(groups(list(enumerate(covering.rows(space))), size))[::step]:
             yield pytest.param(space, rows, id=f"{name}, rows {rows[0][0]} to {rows[-1][0]}")
 
@@ -121,6 +145,27 @@ def test_lowers(space: Space, rows: list[tuple[int, Row]]) -> None:
     assert not found, "\n".join(found)
 
 
+@requires_plugin
+@pytest.mark.parametrize(("space", "rows"), list(ordinary("mosaic_delta_rule")))
+def test_compiles_for_a_card(space: Space, rows: list[tuple[int, Row]]) -> None:
+    kernels = aot_covering.compile_rows(Rows("mosaic_delta_rule", [n for n, _ in rows]))
+    assert kernels and not any(kernel.serialized for kernel in kernels), [*map(str, kernels)]
+
+
+def test_the_delta_rule_is_chosen_on_hopper() -> None:
+    """Rows of Mosaic GPU run by it unasked, and the others where it takes them."""
+    for space in (DELTA_RULE, MOSAIC_DELTA_RULE):
+        for row in covering.rows(space):
+            with covering.as_on_a_card(row):
+                arguments, options = covering.qkv_and_options(space, row)
+                found = ato_jax.explain(space.op, *arguments, **options)
+            refused = mosaic_delta_rule.unsupported(found.spec, "forward")
+            taken = "mosaic_gpu" if refused is None else "xla"
+            assert taken == "mosaic_gpu" or space is DELTA_RULE, covering.label(row)
+            for phase in (found.forward, found.recorded, found.backward):
+                assert phase is not None and phase.backend == taken, covering.label(row)
+
+
 @pytest.fixture
 def traced_anew() -> Iterator[None]:
     """What was traced before would hide a planted fault, and what has one would outlive it."""
@@ -172,8 +217,13 @@ def test_a_planted_fault_in_a_rare_branch_of_mosaic_gpu(monkeypatch: pytest.Monk
 
 
 SAMPLE = [
-    pytest.param(space, row, id=f"{space.op}, row {covering.rows(space).index(row)}")
-    for space in (ATTENTION, LINEAR_ATTENTION)
+    pytest.param(
+        space,
+        row,
+        id=f"{space.op}, {space.backend}, row {covering.rows(space).index(row)}",
+        marks=newest if space is MOSAIC_DELTA_RULE else (),
+    )
+    for space in (ATTENTION, LINEAR_ATTENTION, DELTA_RULE, MOSAIC_DELTA_RULE)
     for row in covering.sample(space)
 ]
 
@@ -186,8 +236,12 @@ def test_interpreted(space: Space, row: Row) -> None:
 # -- on a card -----------------------------------------------------------------------------------
 
 
-def part_of(space: Space, row: Row) -> str:
-    """Whose kernels the row runs, by the receipt's names."""
+def part_of(space: Space, row: Row) -> str | None:
+    """Whose kernels the row runs, by the receipt's names; None where XLA runs it."""
+    if space.backend == "xla":
+        return None
+    if space is MOSAIC_DELTA_RULE:
+        return "mosaic_delta_rule"
     if space in (DECODE, STEP):
         return "decode_attention" if space is DECODE else "linear_attention"
     if space in (covering.MOSAIC_ATTENTION, covering.MOSAIC_GRADIENTS):
@@ -213,15 +267,16 @@ def is_by_documents(space: Space, row: Row) -> bool:
 
 def on_the_card() -> Iterator[Any]:
     for name, space in covering.SPACES.items():
-        by_part: dict[str, list[tuple[int, Row]]] = {}
+        by_part: dict[str | None, list[tuple[int, Row]]] = {}
         for n, row in enumerate(covering.rows(space)):
             by_part.setdefault(part_of(space, row), []).append((n, row))
-        # A step takes no backend's name.
-        chosen = (None,) if space is STEP else (space.backend, None)
+        # A step takes no backend's name. The delta rule that names none runs the same programs.
+        chosen = (None,) if space in covering.STEPS else (space.backend, None)
+        chosen = (space.backend,) if space.op == "gated_delta_rule" else chosen
         for (part, rows), implementation in itertools.product(by_part.items(), chosen):
-            for some in groups(rows):
+            for some in groups(rows, ROWS_ON_A_CARD.get(space, GROUP)):
                 by_documents = any(is_by_documents(space, row) for _, row in some)
-                parts = [part, *["mosaic_documents"] * by_documents]
+                parts = [part] * (part is not None) + ["mosaic_documents"] * by_documents
                 yield pytest.param(
                     space,
                     some,

@@ -1,0 +1,65 @@
+"""Compiles rows of a covering array for a Hopper card on a machine that has none.
+
+    python -m tests.aot_covering mosaic_delta_rule 0 5 11
+
+As `tests.aot_mosaic` does for linear attention, which says how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from tests.aot_mosaic import (
+    IN_THIS_PROCESS,
+    Compiled,
+    compiled_kernels,
+    compiled_on_hopper,
+    printed_by,
+    sharding_on_hopper,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows of the array in `covering.SPACES`."""
+
+    name: str
+    numbers: list[int]
+
+
+def compile_rows(rows: Rows) -> list[Compiled]:
+    """Their kernels, forward and backward."""
+    return compiled_kernels(printed_by("tests.aot_covering", rows))
+
+
+def main(rows: Rows) -> None:
+    import jax
+
+    from tests import covering
+
+    space = covering.SPACES[rows.name]
+    sharding = sharding_on_hopper()
+
+    def described(array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    for number in rows.numbers:
+        row = covering.rows(space)[number]
+        print(f"row {number} ({covering.label(row)})", flush=True)
+        with covering.as_on_a_card(row):
+            function, traced = covering.program(space, row)
+            compiled_on_hopper(function, sharding, [jax.tree.map(described, traced)])
+
+
+def run(first: str, *rest: str) -> None:
+    if first == IN_THIS_PROCESS:
+        main(Rows(**json.loads(rest[0])))
+    else:
+        print(*compile_rows(Rows(first, list(map(int, rest)))), sep="\n")
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])
