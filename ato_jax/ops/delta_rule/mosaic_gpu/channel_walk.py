@@ -231,7 +231,9 @@ def memory(walk: Walk) -> None:
 def load_item(walk: Walk, item: Item) -> None:
     """An early chunk ahead of the late part of the one before it, whose slot comes free later."""
     count = item.chunks
-    load_ring(walk, item, "early", 0)
+    # A traced 0: JAX rejects a slice that is statically out of bounds, here of a sequence that is
+    # shorter than its first chunk.
+    load_ring(walk, item, "early", jnp.int32(0))
 
     def load_chunk(chunk: Any, _: None) -> None:
         pl.when(chunk + 1 < count)(lambda: load_ring(walk, item, "early", chunk + 1))
