@@ -24,7 +24,8 @@ Pairs go by levels, as `channel.py` explains: k and q with a level's factors are
 level's pairs of F and N, and the result has the factors of its own steps.
 
 k with its factors, u and F are in two parts of bfloat16, and so is dL: where keys are alike, dq and
-ddecay are small sums of large terms. N is in two parts, too, where D = 64. All else is in one.
+ddecay are small sums of large terms. N is in two parts, too, where D = 64. All else is in one. So
+dk" has q rounded, level by level, and dL is summed up beside it with the same rounded q.
 
 `chunk_gradient.py` has its roles and what it loads; beside that it has
 
@@ -119,15 +120,16 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     (to_end,) = channel.factors(channel.to_end(), decays)
     written = products.written * to_end
     begin_decay(kernel, number, keys_of(kernel, number) * written)
-    sums = dq, recalled, written
+    of_steps = queries_of(kernel, number) * dq + keys_of(kernel, number) * (recalled - written)
+    sums = dq, recalled + written, of_steps
     own.pairs.arrive()
     own.pairs.wait()
     add = functools.partial(add_level, kernel, number, item)
-    dq, recalled, written = lax.fori_loop(0, channel.LEVELS, add, sums)
-    leave_decay(kernel, number, item, dq, recalled - written)
+    dq, dk, of_steps = lax.fori_loop(0, channel.LEVELS, add, sums)
+    leave_decay(kernel, number, item, of_steps)
     of_pairs = mosaic.in_columns(load(own.of_steps.at[DIAGONAL], OF_ROWS), HALF)
     dq = (dq + of_pairs * keys_of(kernel, number)) * factor_of(kernel, frame.OF_QUERIES)
-    dk = recalled + written + of_pairs * queries_of(kernel, number)
+    dk = dk + of_pairs * queries_of(kernel, number)
     if spec.normalize_qk:
         dk = dk * factor_of(kernel, frame.OF_KEYS)
         dots = dot(own.q.at[number], dq), dot(own.k.at[number], dk)
@@ -187,8 +189,9 @@ def add_level(
     level: Any,
     sums: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk' and dk" with those of the level's pairs."""
-    own, (dq, recalled, written) = kernel.own, sums
+    """dq, dk and dL with those of the level's pairs. dL has q as dk" has it, rounded: so what a pair
+    adds to both of its steps cancels in the sums over both."""
+    own, (dq, dk, of_steps) = kernel.own, sums
     size = lax.shift_left(jnp.int32(1), jnp.int32(level))
     # So that nothing that is the same for all levels is held in registers over all of them.
     number_here = mosaic.plus_zero(jnp.int32(number), item.first_row + level)
@@ -204,8 +207,10 @@ def add_level(
     reads = tuple(of_pairs(here, own.read.at[part]) for part in range(PARTS))
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), frame.products((reads[0], reads[1]), keys)))
     dq = dq + found * factor
+    of_steps = of_steps + load(rows[QUERIES]).astype(F32) * found
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), corrections(kernel, here, keys)))
-    recalled = recalled + found * factor
+    dk = dk + found * factor
+    of_steps = of_steps + keys_of(kernel, number) * (found * factor)
     here = channel.of_level(size, turned=True)
     products = [
         (of_pairs(here, own.read.at[part], turned=True), rows[QUERIES]) for part in range(PARTS)
@@ -213,7 +218,8 @@ def add_level(
     products += corrections(kernel, here, keys, turned=True)
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), products))
     plgpu.commit_smem()  # ahead of what overwrites the rows
-    return dq, recalled, written + found * factor
+    of_steps = of_steps - keys_of(kernel, number) * (found * factor)
+    return dq, dk + found * factor, of_steps
 
 
 def corrections(
@@ -259,15 +265,12 @@ def sums_of_steps(kernel: Kernel, number: int, where: jax.Array, terms: jax.Arra
     return found
 
 
-def leave_decay(
-    kernel: Kernel, number: int, item: Item, dq: jax.Array, difference: jax.Array
-) -> None:
-    """Adds to ddecay the sums of dL over each step and all later ones, and stores it. `difference`
-    is dk' - dk". What pairs on the diagonal add to dL cancels, and is left out."""
+def leave_decay(kernel: Kernel, number: int, item: Item, of_steps: jax.Array) -> None:
+    """Adds to ddecay the sums of dL, `of_steps`, over each step and all later ones, and stores it.
+    What pairs on the diagonal add to dL cancels, and is left out."""
     own, spec = kernel.own, kernel.spec
-    of_sums = queries_of(kernel, number) * dq + keys_of(kernel, number) * difference
     later = mosaic.hidden_position(0) <= mosaic.hidden_position(1)
-    for n, half in enumerate(halves(sums_of_steps(kernel, number, later, of_sums))):
+    for n, half in enumerate(halves(sums_of_steps(kernel, number, later, of_steps))):
         tile = own.ddecay.at[number, n]
         tile[...] = load(tile) + half
     plgpu.commit_smem()
