@@ -813,6 +813,15 @@ MOSAIC_DELTA_RULE = Space(
             lambda walk, decay: walk != "one slice" and decay == "channel",
             None,
         ),
+        # The decay then has no state to act on. Its gradient is 0, and the kernels' the rounding of
+        # terms that cancel.
+        Rule(
+            ("lengths", "decay", "initial_state"),
+            lambda lengths, decay, initial_state: (
+                lengths == "T = 1" and decay == "step" and not initial_state
+            ),
+            None,
+        ),
         Rule(
             ("walk", "lengths"),
             lambda walk, lengths: walk == "pieces" and lengths not in ("odd", "whole tiles"),

@@ -59,8 +59,8 @@ COVERED = {
     "mosaic_gradients": (55, 1711, 0),
     "decode_attention": (49, 1158, 261),
     "linear_attention_step": (71, 768, 0),
-    "delta_rule": (29, 988, 200),
-    "mosaic_delta_rule": (24, 733, 104),
+    "delta_rule": (26, 947, 200),
+    "mosaic_delta_rule": (23, 699, 104),
     "delta_rule_step": (29, 342, 24),
 }
 

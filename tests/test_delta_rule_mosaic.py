@@ -80,6 +80,9 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
     numerics.compare(found, wanted)
 
 
+BETAS = np.arange(9).reshape(1, 9, 1) % 3
+
+
 @newest
 @pytest.mark.parametrize(
     "sizes, config, options",
@@ -99,14 +102,16 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
         (dict(T=75, D=128, V=64, H=2, channel=True), {}, dict(normalize_qk=True)),
         (dict(T=75, D=64, V=128, layout="bhtd", alike=True, channel=True, weak=True), {}, {}),
         (dict(T=64, D=128, V=64, channel=True, strong=True), {}, {}),
-        # Shorter than a chunk, whose rows would lie beyond the array.
-        (dict(T=9, D=64, V=64, channel=True), {}, {}),
+        # Shorter than a chunk, whose rows would lie beyond the array; a beta of 0 has a gradient.
+        (dict(T=9, D=64, V=64, channel=True), {}, dict(beta=BETAS)),
+        (dict(T=9, D=64, V=64), {}, dict(beta=BETAS)),
     ],
 )
 def test_numbers(sizes: Any, config: Any, options: Any) -> None:
     arrays, more = draw(**sizes)
-    if options.get("decay") is not None:
-        options = options | {"decay": jnp.asarray(options["decay"], jnp.float32)}
+    for name in ("beta", "decay"):
+        if options.get(name) is not None:
+            options = options | {name: jnp.asarray(options[name], jnp.float32)}
     compare(arrays, config, **more | options)
 
 

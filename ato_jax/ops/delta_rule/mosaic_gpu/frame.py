@@ -29,8 +29,10 @@ WIDEST_KEY = 128
 ROWS_OF_A_TILE = 8
 # The most registers of a thread that multiplies: as many as each of two warpgroups gets.
 MOST_REGISTERS = 240
-# The least magnitude of beta that kernels take: a step's error is what it writes over beta.
-LEAST_BETA = 1e-30
+# The least magnitude of beta that kernels take: a step's error is what it writes over beta. beta's
+# gradient is a product of two such numbers over beta^2, which must stay a normal float32, 2^-126.
+# Far below the rounding of float32, 2^-24, it is no different from 0 in what a step writes.
+LEAST_BETA = 1e-12
 # Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`steps.py`). Kernels of a
 # decay per channel have the first three alone.
 BETA, OF_KEYS, OF_QUERIES, LOG_DECAY, READ, RECALLED, WRITTEN, DECAY = range(8)
