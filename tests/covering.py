@@ -1059,7 +1059,8 @@ def _step_arguments(row: Row) -> dict[str, Any]:
 def _delta_rule(row: Row, small: bool) -> tuple[list[Any], dict[str, Any]]:
     """Keys of length 1 unless they are normalised by the call: beyond, the state grows."""
     (B, T), (D, V) = DELTA_LENGTHS[row["lengths"]][small], row["widths"]
-    H, G = SMALL_HEADS[row["heads"]]
+    # A gradient of beta or of a decay is one sum, and the few of one step may all cancel by chance.
+    H, G = (size * (8 if T == 1 else 1) for size in SMALL_HEADS[row["heads"]])
     B = B if row["batched"] else 1
     dtype, precision = DTYPES[row.get("dtype", "bfloat16")]
     draw = np.random.default_rng(math.prod((B, T, H, D, V)) % 997)

@@ -10,7 +10,6 @@ import pytest
 from ato_jax.mosaic import program
 from tests import unclipped
 
-
 # A mark for a test of kernels that the newest JAX alone interprets.
 newest = pytest.mark.skipif(program.interpreter is None, reason="JAX interprets from 0.12 on")
 

@@ -168,14 +168,20 @@ def test_whose_code_a_test_runs(
 
 def test_a_marker_of_the_parameters_comes_before_what_they_name() -> None:
     """Rows of softmax attention by Hopper's kernels are none of linear attention's."""
-    own = SimpleNamespace(name="kernels", args=["mosaic_attention"])
+    assert parts_by_marker("mosaic_attention") == {"mosaic_attention"}
+    # XLA's kernels are no part's.
+    assert parts_by_marker() == set()
+
+
+def parts_by_marker(*parts: str) -> set[str]:
+    own = SimpleNamespace(name="kernels", args=parts)
     parameters = {"implementation": "mosaic_gpu"}
     test = SimpleNamespace(
         nodeid="tests/test_covering.py::test_it",
         callspec=SimpleNamespace(params=parameters, marks=[own]),
         get_closest_marker=lambda name: own,
     )
-    assert receipt.parts_of(test) == {"mosaic_attention"}
+    return receipt.parts_of(test)
 
 
 def test_verdicts() -> None:

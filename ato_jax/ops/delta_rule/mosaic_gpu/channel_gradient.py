@@ -189,8 +189,8 @@ def add_level(
     level: Any,
     sums: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk and dL with those of the level's pairs. dL has q as dk" has it, rounded: so what a pair
-    adds to both of its steps cancels in the sums over both."""
+    """dq, dk and dL with those of the level's pairs. dL has q as dk" has it, rounded: what a pair
+    adds to both of its steps then cancels in the sums over both."""
     own, (dq, dk, of_steps) = kernel.own, sums
     size = lax.shift_left(jnp.int32(1), jnp.int32(level))
     # So that nothing that is the same for all levels is held in registers over all of them.
