@@ -281,7 +281,7 @@ def on_the_card() -> Iterator[Any]:
                     space,
                     some,
                     implementation,
-                    id=f"{name}, {part}, {implementation}, rows {some[0][0]} to {some[-1][0]}",
+                    id=f"{name}, {part or 'XLA'}, {implementation}, rows {some[0][0]} to {some[-1][0]}",
                     marks=pytest.mark.kernels(*parts),
                 )
 
