@@ -1060,7 +1060,8 @@ def _delta_rule(row: Row, small: bool) -> tuple[list[Any], dict[str, Any]]:
     """Keys of length 1 unless they are normalised by the call: beyond, the state grows."""
     (B, T), (D, V) = DELTA_LENGTHS[row["lengths"]][small], row["widths"]
     # A gradient of beta or of a decay is one sum, and the few of one step may all cancel by chance.
-    H, G = (size * (8 if T == 1 else 1) for size in SMALL_HEADS[row["heads"]])
+    times = 1 if T > 1 else 3 if small else 8
+    H, G = (size * times for size in SMALL_HEADS[row["heads"]])
     B = B if row["batched"] else 1
     dtype, precision = DTYPES[row.get("dtype", "bfloat16")]
     draw = np.random.default_rng(math.prod((B, T, H, D, V)) % 997)
