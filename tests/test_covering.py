@@ -277,11 +277,12 @@ def on_the_card() -> Iterator[Any]:
             for some in groups(rows, ROWS_ON_A_CARD.get(space, GROUP)):
                 by_documents = any(is_by_documents(space, row) for _, row in some)
                 parts = [part] * (part is not None) + ["mosaic_documents"] * by_documents
+                numbers = f"rows {some[0][0]} to {some[-1][0]}"
                 yield pytest.param(
                     space,
                     some,
                     implementation,
-                    id=f"{name}, {part or 'XLA'}, {implementation}, rows {some[0][0]} to {some[-1][0]}",
+                    id=f"{name}, {part or 'XLA'}, {implementation}, {numbers}",
                     marks=pytest.mark.kernels(*parts),
                 )
 
