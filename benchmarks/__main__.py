@@ -15,6 +15,7 @@
     latency                         a decode loop's time of a token, by percentiles
     table FILE.json                 what a file of figures has
     plot FILE.json                  the same as pictures
+    whole                           the whole report of this card, in as many parts as it takes
     scaling                         the tables of docs/scaling.md: a model, and what was measured
     report                          docs/results.md, the README's table and pictures, from
                                     the files in benchmarks/results
@@ -53,8 +54,10 @@ from benchmarks import (  # noqa: E402
     scaling_page,
     show,
     side_by_side,
+    stopping,
     tune,
     usage,
+    whole,
 )
 from benchmarks.peers import PeerError  # noqa: E402
 from benchmarks.results import ResultsError  # noqa: E402
@@ -69,6 +72,7 @@ flags.adopt_module_key_flags(profiling)
 flags.adopt_module_key_flags(run)
 flags.adopt_module_key_flags(side_by_side)
 flags.adopt_module_key_flags(tune)
+flags.adopt_module_key_flags(whole)
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": demo.main,
@@ -86,9 +90,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plot": show.plot,
     "scaling": scaling_page.main,
     "report": document.main,
+    "whole": whole.main,
 }
-# The exit status after Ctrl-C, as shells have it.
-STOPPED = 130
+STOPPED = stopping.STOPPED
 # Those that take names after their own.
 TAKE_NAMES = ("run", "fit", "compare", "merge", "tune", "table", "plot")
 
@@ -115,6 +119,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     except KeyboardInterrupt:
         progress.show("")
+        kept.unmark()
         logging.error("%s", kept.stopped(command))
         return STOPPED
     except PeerError as error:
@@ -152,4 +157,5 @@ def parsed(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    stopping.listen()
     app.run(lambda arguments: ended(main(arguments)), flags_parser=parsed)

@@ -106,10 +106,14 @@ class Ahead:
         self._idle: queue.SimpleQueue[peers.Peer] = queue.SimpleQueue()
 
     def programs(
-        self, jobs: Sequence[Job], in_torch: Iterable[Sequence[tuple[Case, str, str]]] = ()
+        self,
+        jobs: Sequence[Job],
+        in_torch: Iterable[Sequence[tuple[Case, str, str]]] = (),
+        seconds: float | None = None,
     ) -> list[Answer]:
         """Of each job, while PyTorch's caches are filled for those contenders: those that stand
-        together one after the other, as they share much of what is compiled.
+        together one after the other, as they share much of what is compiled. What takes longer
+        than `seconds` comes to None.
         """
         idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
@@ -130,9 +134,12 @@ class Ahead:
             answers = [compiling.submit(answered, job) for job in jobs]
             # What was waited for last says what a shorter phase has to leave out.
             for what, waited in (("PyTorch's caches", warm), ("programs for JAX", answers)):
-                concurrent.futures.wait(waited)
-                print(f"{what} were there after {time.monotonic() - start:.0f} s", flush=True)
-            return [one.result() for one in answers]
+                limit = None if seconds is None else start + seconds - time.monotonic()
+                _, late = concurrent.futures.wait(waited, limit and max(0.0, limit))
+                lacking = f", without {len(late)} of {len(waited)}" if late else ""
+                spent = time.monotonic() - start
+                print(f"{what} were there after {spent:.0f} s{lacking}", flush=True)
+            return [one.result() if one.done() else None for one in answers]
         finally:
             # Where this is interrupted, nothing more is begun.
             for pool in (compiling, warming):

@@ -153,6 +153,7 @@ def table(case: Case, phases: dict[str, list[Row]], earlier: list[Row]) -> str:
         if row.doubt:
             return [tables.milliseconds(row), noise.NOISY, ""][:columns]
         steady = of_full is not None and of_full.seconds and not of_full.doubt
+        steady = steady and of_full.machine == row.machine
         share = f"{row.seconds / of_full.seconds:.1%}" if steady else ""
         return [tables.milliseconds(row), f"{row.rate / unit:.3g}", share][:columns]
 

@@ -51,7 +51,7 @@ from absl import flags, logging
 from jax.experimental import serialize_executable
 
 import ato_jax
-from ato_jax import choosing, device, dispatch, tuning
+from ato_jax import choosing, dispatch, tuning
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from benchmarks import (
@@ -59,7 +59,6 @@ from benchmarks import (
     cases,
     demo,
     kept,
-    machine,
     noise,
     other_load,
     ours,
@@ -69,6 +68,7 @@ from benchmarks import (
 )
 from benchmarks.cases import PHASES
 from benchmarks.results import ResultsError
+from benchmarks.tables import Table
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string(
@@ -90,8 +90,8 @@ MOST_CALLS = 8
 LAUNCH_SECONDS = 100e-6
 FASTEST_COPY = 5e12
 FASTEST_PRODUCTS = 800e12
-# The longest that compiling in other processes may take.
-COMPILE_SECONDS = 170
+# The longest that compiling in other processes may take: all rows need more on 16 cores.
+COMPILE_SECONDS = 270
 One = TypeVar("One")
 # What a call without a name is called here.
 CHOSEN = "None"
@@ -770,6 +770,29 @@ def read(path: Path) -> tuple[dict[str, Any], list[Found]]:
     return kept.rows_of(path, NAME, lambda row: Found(**row))
 
 
+def tables(path: Path) -> list[Table]:
+    """Of a file that `write` wrote: how many rows it has, and those in which `None` is behind."""
+    facts, found = read(path)
+    if not found:
+        return []
+    steady = [one for one in found if not one.doubt]
+    behind = sorted((one for one in found if one.behind), key=lambda one: -one.ratio)
+    lines = [
+        [one.row, one.phase, one.choice, one.fastest, f"{one.ratio:.2f}x"]
+        for one in behind
+        if CHOSEN in one.seconds
+    ]
+    phases = len(PHASES)
+    note = (
+        f"{len(found)} of {phases * len(ROWS['gpu'])} calls were measured, {len(steady)} of them "
+        f"steadily. In {len(steady) - len(behind)} `implementation=None` takes at most "
+        f"{ALLOWED:.2f} times the fastest backend; the table has the others."
+    )
+    head = ["call", "phase", "None runs", "fastest", "None / fastest"]
+    notes = [note, kept.told_of(facts)]
+    return [Table("Whether implementation=None is the fastest backend", head, lines, notes, 4)]
+
+
 def fit(names: Sequence[str]) -> int:
     """Prints the entries that the cards of these files lack."""
     if not names:
@@ -817,6 +840,9 @@ def earlier(facts: dict[str, Any]) -> dict[Group, Found]:
     if not FLAGS.resume:
         return {}
     path = Path(FLAGS.json)
+    if not path.exists():
+        print(f"There are no figures in {path} yet: the run begins them", flush=True)
+        return {}
     there, rows = read(path)
     kept.demand_same(path, there, facts)
     print(f"{sum(not one.doubt for one in rows)} of {len(rows)} rows there are steady", flush=True)
@@ -850,14 +876,8 @@ def main() -> int:
         known = "; ".join(map(str, ROWS[platform]))
         raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}: {known}")
     rows = part_of(rows)
-    here = device.describe(jax.devices()[0])
-    facts = {
-        "device": here.name,
-        "commit": machine.commit(),
-        "ato_jax": ato_jax.__version__,
-        "jax": jax.__version__,
-    }
-    print(f"{here.name}; JAX {jax.__version__}; {len(rows)} rows", flush=True)
+    facts = kept.facts()
+    print(f"{facts['device']}; JAX {jax.__version__}; {len(rows)} rows", flush=True)
     every = [(row, phase) for row in rows for phase in phases]
     within = FLAGS.within_s or float("inf")
     all_found = earlier(facts)
@@ -871,6 +891,9 @@ def main() -> int:
     count = ahead.workers() if platform == "gpu" else 0
     programs = compiled_ahead(groups, platform, min(within / 2, COMPILE_SECONDS), count)
     print(f"compiling took {time.monotonic() - start:.0f} s\n\n ratio", flush=True)
+    if count:
+        # Rows that this process has to compile come last.
+        groups.sort(key=lambda group: group not in programs)
     progress.start(len(groups), start + within)
     late = 0
     for index, group in enumerate(groups):

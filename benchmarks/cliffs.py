@@ -354,7 +354,7 @@ def run_rows(
         kept.mark(str(step.row), phase, OURS)
         new = measured(step, phase, calls, found)
         calls.programs.pop((step.row, phase), None)
-        found.rows += new
+        found.rows += kept.signed(new)
         kept.write(found)
         kept.mark(str(step.row), phase, "")
         progress.step()

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from absl import flags, logging
 
 from benchmarks import (
     cards,
+    choices,
     cliffs,
     findings,
+    latency,
     linear,
+    memory,
     noise,
     results,
     run,
@@ -52,6 +55,12 @@ ORIGINAL = (
     '"The original" is the project that [this one grew from](origins.md). It was measured on other '
     "hardware, so its ratios are quoted, not its times."
 )
+# What has rows of its own kind, and the folder of its files, one for each card.
+OTHERS: dict[Callable[[Path], list[Table]], str] = {
+    choices.tables: choices.NAME,
+    latency.tables: "latency",
+    memory.tables: "memory",
+}
 # The pictures' texts for readers who cannot see them.
 SHOWN = {
     "accuracy": "Relative error of the output against float64 over the time of one call, both axes "
@@ -163,6 +172,9 @@ def section(found: Results, name: str) -> str:
         if suite.name == "techniques":
             parts.append(quoted_techniques().markdown())
     parts += [table.markdown() for table in cliffs.findings(found)]
+    for tables_of_file, folder in OTHERS.items():
+        path = run.FOLDER / folder / f"{name}.json"
+        parts += [table.markdown() for table in tables_of_file(path)] if path.exists() else []
     parts += [
         f"![{SHOWN.get(picture.stem, picture.stem)}](../benchmarks/results/{name}/{picture.name})"
         for picture in sorted((run.FOLDER / name).glob("*.png"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -65,14 +66,18 @@ def _growth(found: Found, family: str, name: str, members: Sequence[Case]) -> Gr
     forward: dict[int, float] = {}
     backward: dict[int, float] = {}
     memory: tuple[dict[int, float], dict[int, float]] = {}, {}
+    timed = [found.row(case, cases.PHASES[0], name) for case in members]
+    # Where two machines measured the lengths: the one of most of them.
+    machine = statistics.mode([row.machine for row in timed if row] or [""])
     for case in members:
         row, both = (found.row(case, phase, name) for phase in cases.PHASES)
         if row and row.seconds and row.seconds >= WORK_SECONDS:
             # A doubtful time bends the line: the length has its memory alone.
-            steady = not row.doubt
+            steady = not row.doubt and row.machine == machine
             if steady:
                 forward[case.T] = row.seconds
-            if steady and both and both.seconds and both.seconds > row.seconds and not both.doubt:
+            same = both is not None and both.machine == machine and not both.doubt
+            if steady and same and both and both.seconds and both.seconds > row.seconds:
                 backward[case.T] = both.seconds - row.seconds
             # The backward's is the higher; where a length has none, of all the forward's.
             peaks = [one.peak if one else None for one in (row, both)]

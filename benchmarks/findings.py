@@ -60,9 +60,11 @@ class Found:
 
 
 def times(over: Row | None, under: Row | None) -> str:
-    """How many times as long the one takes as the other, of steady times alone."""
+    """How many times as long the one takes as the other, of steady times of one machine alone."""
     if over is None or under is None or not over.seconds or not under.seconds:
         return "-"
+    if over.machine != under.machine:
+        return noise.TWO_MACHINES
     if over.doubt or under.doubt:
         return noise.NOISY
     return f"{demo.ratio(over.seconds / under.seconds)}x"
@@ -381,7 +383,7 @@ def crossovers(results: Results, contest: Contest) -> dict[tuple[int, int], floa
     for case in cases_of(results, contest):
         own = found.row(case, FORWARD, OURS)
         peer = best(row for row in found.of(case, FORWARD) if row.contender in SDPA)
-        if own and own.seconds and peer and peer.seconds and not (own.doubt or peer.doubt):
+        if times(peer, own).endswith("x"):
             grid[case.T, case.D] = peer.seconds / own.seconds
     return grid
 

@@ -1,23 +1,36 @@
 """The files that a run keeps: its figures, written after every group of rows, and the name of what
 runs now, so that `--resume` goes on with the one and without the other.
 
-`merge A.json B.json --json=ALL.json` puts parts of a report together. Parts are resumed and merged
-within one machine and one commit alone: a ratio of two runs would be of two machines otherwise.
+`merge A.json B.json --json=ALL.json` puts parts of a report together, and `merge A.json --keep`
+puts one that was measured elsewhere into benchmarks/results. Parts are resumed and merged within
+one machine and one commit alone: a ratio of two runs would be of two machines otherwise.
+
+With `--another_machine` a run goes on with what another machine measured, if the card's name, the
+driver, all versions and the commit are the same, and a copy and large products run within a tenth
+of the rates there. Each case and phase is of one machine still: those that the file has in part are
+measured anew, each row of the second machine says so, and no ratio is made of rows of two.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 from absl import flags
 
-from benchmarks import noise, results
+import ato_jax
+from ato_jax import device, tuning
+from benchmarks import machine, noise, results
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError, Row
+
+# The files of figures that are kept, one for each device.
+FOLDER = Path(__file__).parent / "results"
 
 # A row of a suite's own kind.
 Own = TypeVar("Own")
@@ -27,11 +40,26 @@ flags.DEFINE_string("json", "", "run: where to write all figures, a .json")
 flags.DEFINE_string("csv", "", "run: where to write a line for each row, a .csv")
 flags.DEFINE_bool("resume", False, "run: keep the figures in --json, measure what it lacks")
 flags.DEFINE_bool("keep", False, "run: --json is the file of this device in benchmarks/results")
+flags.DEFINE_bool(
+    "another_machine", False, "run: with --resume, go on on another machine of the same kind"
+)
 flags.register_multi_flags_validator(
     ["resume", "json", "keep"],
     lambda given: given["json"] or given["keep"] or not given["resume"],
     "--resume goes on with the file that --json names",
 )
+flags.register_multi_flags_validator(
+    ["another_machine", "resume"],
+    lambda given: given["resume"] or not given["another_machine"],
+    "--another_machine is of --resume",
+)
+
+# How often a row may be running when a run dies: the next run measures it once more.
+MOST_ENDS = 2
+# The rows that were running when the last run died.
+_cut_off: set[tuple[str, str, str]] = set()
+# This machine, where another one began the file.
+_here = ""
 
 
 def write(found: Results) -> None:
@@ -49,25 +77,45 @@ def say() -> None:
 
 
 def mark(case: str, phase: str, name: str) -> None:
-    """Writes beside the file of figures what runs now, or with no name that nothing does. What ends
-    this program is left out when the run is resumed.
+    """Writes beside the file of figures what runs now, and how often a run has died of it, or with
+    no name that nothing runs. What ends this program twice is left out when the run is resumed.
     """
     if not FLAGS.json:
         return
     if name:
-        results.write(doing(Path(FLAGS.json)), json.dumps([case, phase, name]))
+        ends = 1 + ((case, phase, name) in _cut_off)
+        results.write(doing(Path(FLAGS.json)), json.dumps([case, phase, name, ends]))
     else:
         doing(Path(FLAGS.json)).unlink(missing_ok=True)
 
 
+def unmark() -> None:
+    """What runs now does not end this program: a user does, or the time is up."""
+    mark("", "", "")
+
+
+def signed(rows: Sequence[Row]) -> Sequence[Row]:
+    """Rows that were measured here, with this machine where another one began the file."""
+    for row in rows:
+        row.machine = _here
+    return rows
+
+
 def earlier() -> Results | None:
-    """The file of figures that a run with --resume goes on with."""
-    return results.read(Path(FLAGS.json)) if FLAGS.resume else None
+    """The file of figures that a run with --resume goes on with, if there is one yet."""
+    path = Path(FLAGS.json)
+    if FLAGS.resume and not path.exists():
+        print(f"There are no figures in {path} yet: the run begins them", flush=True)
+        return None
+    return results.read(path) if FLAGS.resume else None
 
 
 def begun(facts: dict[str, Any], before: Results | None) -> Results:
     """The figures that a run adds to, `facts` being those of `Results` about this machine."""
+    global _here
     here = Results(**facts)
+    _here = here.machine if before and before.machine != here.machine else ""
+    _cut_off.clear()
     found = resumed(Path(FLAGS.json), before, here) if before else here
     clear_the_way()
     # Before anything is measured: a file that cannot be written is known now.
@@ -98,18 +146,89 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
 
     It keeps its copy bandwidth: the byte limits of one file are of one bandwidth.
     """
-    demand_same(path, *(_facts(one) for one in (earlier, here)))
+    about = earlier.about | here.about
+    if earlier.machine != here.machine and FLAGS.another_machine:
+        demand_same(path, *(_facts(one) | {"machine": ""} for one in (earlier, here)))
+        demand_like(path, earlier, here)
+        about["machines"] = _machines(earlier, here)
+    else:
+        demand_same(path, *(_facts(one) for one in (earlier, here)))
     kept = [row for row in earlier.rows if row.unavailable != NO_TIME_LEFT]
     if doing(path).exists():
-        case, phase, name = json.loads(doing(path).read_text())
-        kept.append(Row(case, phase, name, 1.0, 1.0, 1.0, unavailable="ended this program"))
+        case, phase, name, *ends = json.loads(doing(path).read_text())
+        if (*ends, 1)[0] < MOST_ENDS:
+            _cut_off.add((case, phase, name))
+            print(f"The last run ended in {case}, {phase}: {name}; it is tried again", flush=True)
+        else:
+            kept.append(Row(case, phase, name, 1.0, 1.0, 1.0, unavailable="ended this program"))
         doing(path).unlink()
+    if earlier.machine != here.machine:
+        kept = _whole(path, earlier, kept)
     print(
         f"{len(kept)} rows are from {path}, byte limits at its copy's "
         f"{earlier.bandwidth / 1e12:.3f} TB/s",
         flush=True,
     )
-    return dataclasses.replace(earlier, rows=kept, about=earlier.about | here.about)
+    return dataclasses.replace(earlier, rows=kept, about=about)
+
+
+def _whole(path: Path, earlier: Results, kept: list[Row]) -> list[Row]:
+    """Without the cases and phases of which rows are lacking: this machine measures all of them.
+    The file as it was stays beside the new one.
+    """
+    groups = {(row.case, row.phase) for row in earlier.rows if row.unavailable == NO_TIME_LEFT}
+    groups |= {(case, phase) for case, phase, _ in _cut_off}
+    whole = [row for row in kept if (row.case, row.phase) not in groups]
+    if len(whole) < len(kept):
+        results.write(path.with_name(path.name + ".earlier"), results.json_text(earlier))
+    return whole
+
+
+def demand_like(path: Path, earlier: Results, here: Results) -> None:
+    """Raises an error where a copy or a large product runs at other rates than there."""
+    rates = {"a copy": (earlier.bandwidth, here.bandwidth)}
+    for dtype in sorted(earlier.matrix.keys() & here.matrix.keys()):
+        rates[f"a large product of {dtype}"] = earlier.matrix[dtype], here.matrix[dtype]
+    for what, both in rates.items():
+        apart = noise.drift(both)
+        if apart is not None and apart > noise.MOST_DRIFT:
+            raise ResultsError(
+                f"{path} cannot be resumed on this machine: {what} ran at {both[0]:.3g} a second "
+                f"there and at {both[1]:.3g} here, {apart:.0%} apart"
+            )
+
+
+def _machines(earlier: Results, here: Results) -> str:
+    """The machines of a file with the rates of each."""
+    told = earlier.about.get("machines", "") or _rates(earlier)
+    return told if here.machine in told else f"{told}; {_rates(here)}"
+
+
+def _rates(found: Results) -> str:
+    rates = "".join(f", {dtype} {rate / 1e12:.0f}" for dtype, rate in found.matrix.items())
+    return f"{found.machine or 'not noted'} (a copy {found.bandwidth / 1e12:.2f} TB/s{rates})"
+
+
+@functools.cache
+def facts() -> dict[str, Any]:
+    """What is noted of a file whose rows are JAX's alone."""
+    here = device.describe(jax.devices()[0])
+    return {
+        "device": here.name,
+        "commit": machine.commit(),
+        "ato_jax": ato_jax.__version__,
+        "jax": jax.__version__,
+        "about": machine.about() | {"clocks": machine.clocks() or "not noted"},
+    }
+
+
+def told_of(found: Mapping[str, Any]) -> str:
+    """The same in words, below a table."""
+    about = found.get("about", {})
+    told = [about.get("date", ""), f"commit {found.get('commit') or 'not noted'}"]
+    told += [f"JAX {found.get('jax', 'not noted')}"]
+    told += [f"driver {about['driver']}"] * ("driver" in about)
+    return f"Measured with {', '.join(filter(None, told))}." if about else ""
 
 
 def rows_of(
@@ -138,13 +257,14 @@ def differences(
     return "; ".join(
         f"{name} is {one.get(name) or 'not noted'} {there} and "
         f"{other.get(name) or 'not noted'} {here}"
-        for name in (*results.SAME, "count")
+        for name in (*results.SAME, *results.KIND, "count")
         if one.get(name) != other.get(name)
     )
 
 
 def _facts(found: Results) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in results.SAME}
+    noted = {name: found.about.get(name) for name in results.KIND}
+    return noted | {name: getattr(found, name) for name in results.SAME}
 
 
 def merged(names: Sequence[str], parts: Sequence[Results]) -> Results:
@@ -187,13 +307,18 @@ def _at_limits_of(first: Results, part: Results, row: Row) -> Row:
 
 
 def merge(names: Sequence[str]) -> int:
-    if len(names) < 2 or not FLAGS.json:
+    if len(names) < 1 + bool(FLAGS.json) or not (FLAGS.json or FLAGS.keep):
         given = " ".join(names) or "none"
-        raise ResultsError(f"merge takes two files or more, and --json=ALL.json; got {given}")
+        raise ResultsError(
+            f"merge takes two files or more, and --json=ALL.json, or one and --keep; got {given}"
+        )
     found = merged(names, [results.read(Path(name)) for name in names])
+    found.commit = machine.of_sources(found.commit)
+    if FLAGS.keep:
+        FLAGS.json = str(FOLDER / f"{tuning.table_name(found.device)}.json")
     set_aside(Path(FLAGS.json))
     write(found)
-    print(f"{len(found.rows)} rows of {len(names)} files")
+    print(f"{len(found.rows)} rows of {len(names)} files, commit {found.commit or 'not noted'}")
     say()
     return 0
 

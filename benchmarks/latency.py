@@ -128,9 +128,9 @@ def measure(case: Case, tokens: int) -> Latency:
     return Latency(str(case), first, times, watch.told())
 
 
-def table(found: Sequence[Latency]) -> Table:
+def table(found: Sequence[Latency], *more: str) -> Table:
     """A line of each loop; a doubtful one is marked, and no rate is made of it."""
-    lines, notes = [], []
+    lines, notes = [], [*more]
     for one in found:
         spread, mark = one.spread, noise.MARK * bool(one.doubt)
         rate = noise.NOISY if one.doubt else f"{1 / spread.p50:.0f}"
@@ -146,7 +146,17 @@ def table(found: Sequence[Latency]) -> Table:
 def write(found: Sequence[Latency]) -> None:
     if FLAGS.json:
         rows = [dataclasses.asdict(one) | {"doubt": one.doubt} for one in found]
-        results.write(Path(FLAGS.json), json.dumps({"rows": rows}, indent=1) + "\n")
+        results.write(Path(FLAGS.json), json.dumps(kept.facts() | {"rows": rows}, indent=1) + "\n")
+
+
+def _row(told: dict[str, Any]) -> Latency:
+    return Latency(**{name: one for name, one in told.items() if name != "doubt"})
+
+
+def tables(path: Path) -> list[Table]:
+    """Of a file that `write` wrote."""
+    facts, found = kept.rows_of(path, "latency", _row)
+    return [table(found, kept.told_of(facts))] if found else []
 
 
 def main(_: Sequence[str]) -> int:

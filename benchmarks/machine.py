@@ -10,7 +10,8 @@ import platform
 import re
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Mapping
+from pathlib import Path, PurePath
 
 # By the names that they are installed by.
 PACKAGES = (
@@ -29,6 +30,8 @@ PACKAGES = (
 ROOT = Path(__file__).resolve().parents[1]
 # What figures depend on.
 SOURCES = ("ato_jax", "ato_torch", "benchmarks")
+# Commits of the sources among which that of figures is looked for.
+LATEST = 100
 CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
 
@@ -119,11 +122,56 @@ def commit(root: Path = ROOT) -> str:
 
 
 def _digest(root: Path) -> str:
+    return _digest_of(
+        {
+            path.relative_to(root): path.read_bytes()
+            for name in SOURCES
+            for path in (root / name).rglob("*.py")
+        }
+    )
+
+
+def _digest_of(texts: Mapping[PurePath, bytes]) -> str:
     found = hashlib.sha256()
-    for name in SOURCES:
-        for path in sorted((root / name).rglob("*.py")):
-            found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    for path in sorted(texts, key=lambda path: (SOURCES.index(path.parts[0]), path)):
+        found.update(f"{path.as_posix()}\n".encode() + texts[path])
     return found.hexdigest()[:12]
+
+
+def of_sources(told: str, root: Path = ROOT) -> str:
+    """The commit of figures that were measured where no commit was known: the newest one here that
+    has those sources. As it was told, where there is none, or a commit is in it already.
+    """
+    digest = told.removeprefix("sources ")
+    if digest == told:
+        return told
+
+    def git(*command: str, given: bytes = b"") -> bytes:
+        whole = ["git", "-C", str(root), *command]
+        return subprocess.run(whole, input=given, capture_output=True, check=True).stdout
+
+    try:
+        recent = f"-{LATEST}", "--format=%h", "--abbrev=12", "HEAD", "--", *SOURCES
+        for commit in git("log", *recent).decode().split():
+            lines = git("ls-tree", "-r", "-z", commit, "--", *SOURCES).decode().split("\0")
+            blobs = {}
+            for line in lines:
+                about, _, name = line.partition("\t")
+                if name.endswith(".py"):
+                    blobs[PurePath(name)] = about.split()[2]
+            told_of = git("cat-file", "--batch", given="\n".join(blobs.values()).encode())
+            texts, at = {}, 0
+            for path in blobs:
+                # A line with the kind and the size of each, then its text and a new line.
+                end = told_of.index(b"\n", at)
+                size = int(told_of[at:end].split()[2])
+                texts[path] = told_of[end + 1 : end + 1 + size]
+                at = end + 2 + size
+            if _digest_of(texts) == digest:
+                return commit
+    except (OSError, subprocess.SubprocessError):
+        pass
+    return told
 
 
 def clocks() -> str:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 import resource
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +24,7 @@ import jax.numpy as jnp
 from absl import flags
 
 import ato_jax
-from benchmarks import ours, progress
+from benchmarks import kept, ours, progress, results
 from benchmarks.cases import Case
 from benchmarks.results import ResultsError
 from benchmarks.tables import Table
@@ -164,8 +166,9 @@ def at_peak(moments: Sequence[Moment]) -> Table:
     return Table(title, ["made by", "MB"], lines)
 
 
-def allocated(program: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> str:
-    """Runs the step and says what was held."""
+def allocated(program: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[int | None, str]:
+    """Runs the step; the bytes that were held at its peak, if they are known, and what is said."""
+    before = _highest()
     keys = jax.random.split(jax.random.key(0), len(shapes))
     arrays = [
         (0.1 * jax.random.normal(key, one.shape)).astype(one.dtype)
@@ -173,15 +176,56 @@ def allocated(program: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> str:
     ]
     weights, _ = program(*arrays)
     jax.block_until_ready(program(weights, *arrays[1:]))
-    stats = jax.local_devices()[0].memory_stats()
-    if stats and "peak_bytes_in_use" in stats:
-        return f"Held by the allocator at its peak: {megabytes(stats['peak_bytes_in_use'])} MB"
+    if (held := _highest()) is not None:
+        if before == held:
+            # The allocator's peak is that of the whole process.
+            return None, f"Held by the allocator: no more than {megabytes(held)} MB, as before"
+        return held, f"Held by the allocator at its peak: {megabytes(held)} MB"
     # Linux counts in KiB.
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return (
+    return None, (
         "Only a GPU's allocator reports what the step itself held. On this CPU the process, with "
         f"Python, JAX and its compiler, had {megabytes(resident)} MB at its peak."
     )
+
+
+def _highest() -> int | None:
+    stats = jax.local_devices()[0].memory_stats()
+    return stats.get("peak_bytes_in_use") if stats else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One case: XLA's plan by part, the timeline's moments as the instruction and the bytes that
+    are held, and the allocator's peak if it is known.
+    """
+
+    case: str
+    plan: dict[str, int]
+    timeline: list[tuple[str, int]]
+    allocated: int | None = None
+
+
+def tables(path: Path) -> list[Table]:
+    """Of a file that `--json` wrote."""
+    facts, steps = kept.rows_of(path, "memory", lambda row: Step(**row))
+    parts = [*dict.fromkeys(part for step in steps for part in step.plan)]
+    head = ["case", *(f"{part}, MB" for part in parts), "peak of the timeline, MB"]
+    head.append("held by the allocator, MB")
+    lines = []
+    for step in steps:
+        cells = [megabytes(step.plan[part]) if part in step.plan else "-" for part in parts]
+        cells.append(megabytes(max((held for _, held in step.timeline), default=0)))
+        cells.append("-" if step.allocated is None else megabytes(step.allocated))
+        lines.append([step.case, *cells])
+    title = "Memory of a training step of causal attention"
+    return [Table(title, head, lines, [kept.told_of(facts)])] if lines else []
+
+
+def write(steps: Sequence[Step]) -> None:
+    if FLAGS.json:
+        rows = [dataclasses.asdict(step) for step in steps]
+        results.write(Path(FLAGS.json), json.dumps(kept.facts() | {"rows": rows}, indent=1) + "\n")
 
 
 def main(_: Sequence[str]) -> int:
@@ -191,18 +235,26 @@ def main(_: Sequence[str]) -> int:
         raise ResultsError(
             f"No case of memory contains --case={FLAGS.case!r}: {'; '.join(map(str, every))}"
         )
+    steps: list[Step] = []
+    kept.clear_the_way()
+    write(steps)
     progress.start(len(wanted))
     for case in wanted:
         progress.show(str(case))
         step, shapes = step_of(case)
         program = jax.jit(step, donate_argnums=0).lower(*shapes).compile()
-        lines = [[name, megabytes(count)] for name, count in plan(program).items()]
+        planned = plan(program)
+        lines = [[name, megabytes(count)] for name, count in planned.items()]
         moments = timeline(program.as_text())
         title = f"A training step of causal attention, {case}"
         parts = [Table(title, ["", "MB"], lines), drawn(moments), at_peak(moments)]
-        held = allocated(program, shapes)
+        held, said = allocated(program, shapes)
+        timed = [(moment.name, moment.held) for moment in moments]
+        steps.append(Step(str(case), planned, timed, held))
+        write(steps)
         progress.step()
         for part in parts:
             print("\n" + part.text())
-        print(f"\n{held}", flush=True)
+        print(f"\n{said}", flush=True)
+    kept.say()
     return 0

@@ -22,6 +22,8 @@ MOST_DOUBTFUL = 0.25
 MARK = "≈"
 # In place of a ratio.
 NOISY = "noisy"
+# In place of a ratio of times of two machines.
+TWO_MACHINES = "two machines"
 LEGEND = (
     f"{MARK} marks a time that is not steady: its p95 is more than {MOST_SCATTER:.0%} above its "
     f"median, its first and last turns differ by more than {MOST_DRIFT:.0%}, or other programs ran "

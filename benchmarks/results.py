@@ -17,12 +17,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import noise, summary
+from benchmarks import machine, noise, summary
 
 # What has to be the same for a run to go on.
 SAME = ("device", "machine", "commit", "ato_jax", "jax", "torch")
 PLATFORMS = ("gpu", "cpu")
 ERRORS = ("out", "dq", "dk", "dv")
+# What two machines of one kind have in common beside these; each is noted in `about`.
+KIND = ("driver", "highest clock", "CUDA", "Python", *machine.PACKAGES)
 # Fields that files written before them lack.
 LATER = ("load", "machine", "commit", "form")
 # Of what a file holds: files with a higher number were written by later benchmarks.
@@ -44,7 +46,7 @@ class Row:
     turn the median of its batches; `spread` is over the batches of all turns. `held` is the bytes
     of inputs and outputs, `scratch` those that a call holds beyond them at its peak; `host` is the
     seconds that a call takes the host; `picked` says what a contender that chooses chose; `load` is
-    what other programs did while it was timed.
+    what other programs did while it was timed. `machine` is empty where it is the file's.
     """
 
     case: str
@@ -64,6 +66,7 @@ class Row:
     host: float | None = None
     picked: str = ""
     load: str = ""
+    machine: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -156,6 +159,7 @@ def csv_text(results: Results) -> str:
         told = row.told()
         errors = {f"error of {name}": row.errors.get(name) for name in ERRORS}
         spread, reason = told.pop("spread") or blank, told.pop("unavailable")
+        told["machine"] = told["machine"] or results.machine
         del told["turns"], told["errors"]
         lines.append(about | told | spread | errors | {"unavailable": reason})
     text = io.StringIO(newline="")
@@ -244,7 +248,7 @@ def _is_texts(told: Any) -> bool:
 
 def _row(told: Any, where: str) -> Row:
     row = Row(**_fields(Row, told, where))
-    for name in ("case", "phase", "contender", "unavailable", "picked", "load"):
+    for name in ("case", "phase", "contender", "unavailable", "picked", "load", "machine"):
         _demand(isinstance(getattr(row, name), str), f"{where}: {name} is no text")
     for name in ("limit", "traffic", "operations"):
         _demand(_positive(getattr(row, name)), f"{where}: {name} is no number above 0")

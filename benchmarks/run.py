@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,8 +41,7 @@ from benchmarks.results import Results, ResultsError
 from benchmarks.side_by_side import DeviceLostError, Meeting, Plan
 from benchmarks.suites import Suite
 
-# The files of figures that are kept, one for each device.
-FOLDER = Path(__file__).parent / "results"
+FOLDER = kept.FOLDER
 
 # Flags of some suites.
 ONLY = {
@@ -51,6 +49,8 @@ ONLY = {
     "rows": (cliffs.NAME,),
     "devices": (devices.NAME,),
 }
+# The most of --within_s in which programs are compiled before any is timed.
+COMPILING = 0.55
 # Contenders that a suite's last line names.
 MOST_TOLD = 12
 
@@ -125,7 +125,8 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
         plan = Plan()
         if count := helping(platform):
             with Ahead(platform, [FLAGS.config, *names], count) as helpers:
-                plan.compile_ahead(contests, found, helpers)
+                limit = COMPILING * FLAGS.within_s if FLAGS.within_s else None
+                plan.compile_ahead(contests, found, helpers, limit)
             print(f"compiling ahead took {time.monotonic() - start:.0f} s", flush=True)
         all_of_them = sum(suite.seconds for suite in wanted)
         end = start + FLAGS.within_s if FLAGS.within_s else time.monotonic() + all_of_them

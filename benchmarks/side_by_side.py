@@ -339,8 +339,14 @@ class Plan:
 
     programs: dict[Job, Callable[[], Ready]] = dataclasses.field(default_factory=dict)
 
-    def compile_ahead(self, contests: Sequence[Contest], found: Results, helpers: Ahead) -> None:
-        """All that the contests lack, by other processes."""
+    def compile_ahead(
+        self,
+        contests: Sequence[Contest],
+        found: Results,
+        helpers: Ahead,
+        seconds: float | None = None,
+    ) -> None:
+        """All that the contests lack, by other processes, in so many seconds at most."""
         # By the row's name: several contests may ask for it.
         known = {row.key for row in found.rows}
         in_jax: dict[Job, int] = {}
@@ -365,7 +371,7 @@ class Plan:
         numbered = [(in_jax[job], *job) for job in ordered]
         progress.show(f"compiling {len(ordered)} programs for JAX, {len(in_torch)} for PyTorch")
         with clock("compiling ahead"):
-            answers = helpers.programs(numbered, together.values())
+            answers = helpers.programs(numbered, together.values(), seconds)
         for job, told in zip(ordered, answers, strict=True):
             # Or another process held the memory.
             if told is not None and told != ours.OUT_OF_MEMORY:
@@ -420,7 +426,7 @@ class Meeting:
                 lambda name: self.plan.programs.pop((case, phase, name), None),
                 lambda name: self._mark(case, phase, name),
             )
-            self.results.rows += new
+            self.results.rows += kept.signed(new)
             kept.write(self.results)
             self._mark(case, phase, "")
             progress.step()

@@ -14,11 +14,12 @@ HELP = ("--help", "-help", "-h", "--h", "--helpshort", "-helpshort", "--helpfull
 LIKE = {"linear": "run", "attention": "run"}
 # Of `run`'s flags, those that another command takes.
 SHARED = {
-    "memory": ("case",),
+    "memory": ("case", "json"),
     "latency": ("case", "json"),
-    "merge": ("json", "csv"),
+    "merge": ("json", "csv", "keep"),
     "profile": ("case", "forward_only", "dtype"),
     "table": ("case", "suite"),
+    "whole": ("another_machine", "within_s"),
 }
 
 

@@ -2,13 +2,28 @@
 
 import dataclasses
 import json
+import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
-from benchmarks import cards, document, kept, machine, noise, results, run, summary
+from benchmarks import (
+    cards,
+    cliff_rows,
+    document,
+    findings,
+    kept,
+    machine,
+    noise,
+    results,
+    run,
+    summary,
+    whole,
+)
 from benchmarks.cases import Case
 from benchmarks.results import Results, ResultsError, Row
 from tests.figures import FACTS, parsed_flags  # noqa: F401
@@ -41,7 +56,7 @@ def test_parts_of_one_machine_and_commit_are_merged(tmp_path, capsys):
     out = tmp_path / "all.json"
     with flagsaver.flagsaver(json=str(out)):
         assert entry.main(["benchmarks", "merge", *names]) == 0
-    assert f"4 rows of 2 files\n{out}\n" in capsys.readouterr().out
+    assert f"4 rows of 2 files, commit abc\n{out}\n" in capsys.readouterr().out
     found = results.read(out)
     rows = {row.contender: row for row in found.rows}
     assert found.suites == {"linear": 3.0, "wide": 3.0} and found.bandwidth == 1e9
@@ -65,7 +80,247 @@ def test_merge_needs_two_files_and_a_name(caplog):
         caplog.clear()
         with flagsaver.flagsaver(**values):
             assert entry.main(["benchmarks", "merge", *names]) == 2
-        assert f"and --json=ALL.json; got {' '.join(names)}" in caplog.text
+        said = f"and --json=ALL.json, or one and --keep; got {' '.join(names)}"
+        assert said in caplog.text
+
+
+def git_in(folder):
+    git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e@e"]
+
+    def run(*command):
+        return subprocess.run([*git, *command], check=True, capture_output=True, text=True).stdout
+
+    run("init", "-q")
+    return run
+
+
+def test_figures_of_a_copy_without_its_history_find_their_commit(tmp_path, monkeypatch, capsys):
+    copy, kept_there = tmp_path / "copy", tmp_path / "kept"
+    repository = tmp_path / "repository"
+    git = git_in(repository) if repository.mkdir() is None else None
+    commits, digests = [], []
+    for text in ("1", "2", "3"):
+        for root in (repository, copy):
+            for name in ("benchmarks/a.py", "ato_jax/b.py", "ato_jax/ops/c.py", "ato_jax/ops.py"):
+                path = root / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(f"{name} {text}")
+        git("add", ".")
+        git("commit", "-qm", text)
+        commits.append(git("rev-parse", "--short=12", "HEAD").strip())
+        digests.append(machine.commit(copy))
+    assert len(set(digests)) == 3 and all(one.startswith("sources ") for one in digests)
+    assert [machine.of_sources(one, repository) for one in digests] == commits
+    for told in ("sources 000000000000", "abc", "abc, changed: 123", ""):
+        assert machine.of_sources(told, repository) == told
+    assert machine.of_sources(digests[0], tmp_path) == digests[0]
+    # The command puts a file that was measured there among those that are kept.
+    part = Results(**NOTED | {"commit": digests[1]}, rows=[row_of("one", 1.0)])
+    results.write(tmp_path / "part.json", results.json_text(part))
+    monkeypatch.setattr(machine.of_sources, "__defaults__", (repository,))
+    monkeypatch.setattr(kept, "FOLDER", kept_there)
+    with flagsaver.flagsaver(keep=True):
+        assert entry.main(["benchmarks", "merge", str(tmp_path / "part.json")]) == 0
+    assert f"1 rows of 1 files, commit {commits[1]}" in capsys.readouterr().out
+    assert results.read(kept_there / "a_card.json").commit == commits[1]
+
+
+# A second machine of one kind.
+
+HERE = NOTED | {"machine": "m2", "about": {"driver": "1"}, "matrix": {"float32": 1e12}}
+THERE = HERE | {"machine": "m1"}
+
+
+def go_on(path, found, here=HERE, another_machine=True):
+    results.write(path, results.json_text(found))
+    with flagsaver.flagsaver(json=str(path), resume=True, another_machine=another_machine):
+        return kept.begun(here, kept.earlier())
+
+
+def test_a_second_machine_of_one_kind_measures_whole_cases(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    lacking = untimed("two", results.NO_TIME_LEFT)
+    other = dataclasses.replace(CASE, T=128)
+    rows = [row_of("one", 1.0), lacking, row_of("one", 1.0, other), row_of("two", 2.0, other)]
+    found = go_on(path, Results(**THERE, rows=rows))
+    # Of the first case one row is there and one lacks, so both are measured here.
+    assert [row.key for row in found.rows] == [row.key for row in rows[2:]]
+    assert path.with_name("figures.json.earlier").read_text() == results.json_text(
+        Results(**THERE, rows=rows)
+    )
+    new = kept.signed([row_of("one", 1.0), row_of("two", 4.0)])
+    found.rows += new
+    assert found.machine == "m1" and [row.machine for row in new] == ["m2", "m2"]
+    told = findings.Found(found)
+    assert told.ratio(CASE, "forward", "two", "one") == "4.0x"
+    assert told.ratio(other, "forward", "two", "one") == "2.0x"
+    assert findings.times(new[1], rows[2]) == noise.TWO_MACHINES
+    said = "m1 (a copy 0.00 TB/s, float32 1); m2 (a copy 0.00 TB/s, float32 1)"
+    assert f"| machines | {said} |" in document.provenance(found, "a_card")
+    line = results.csv_text(found).splitlines()
+    assert ",m1," in line[1] and ",m2," in line[-1]
+    # On the first machine again, the rows of the second are of another one.
+    results.write(path, results.json_text(found))
+    again = go_on(path, results.read(path), THERE)
+    assert [row.machine for row in again.rows] == ["", "", "m2", "m2"]
+    assert kept.signed([row_of("three", 1.0)])[0].machine == ""
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device": "b card"}, "device is a card there and b card here"),
+        ({"commit": "def"}, "commit is abc there and def here"),
+        ({"jax": "9"}, "jax is 2 there and 9 here"),
+        ({"about": {"driver": "2"}}, "driver is 1 there and 2 here"),
+        ({"about": {"driver": "1", "tokamax": "3"}}, "tokamax is not noted there and 3 here"),
+        ({"bandwidth": 1.2e9}, "a copy ran at 1e+09 a second there and at 1.2e+09 here, 20% apart"),
+        ({"matrix": {"float32": 5e11}}, "a large product of float32 ran at 1e+12 a second there"),
+    ],
+)
+def test_a_machine_of_another_kind_is_none_to_go_on_with(change, said, tmp_path):
+    path = tmp_path / "figures.json"
+    found = Results(**THERE, rows=[row_of("one", 1.0)])
+    with pytest.raises(ResultsError, match=re.escape(said)):
+        go_on(path, found, HERE | change)
+    assert path.read_text() == results.json_text(found)
+    with pytest.raises(ResultsError, match="machine is m1 there and m2 here"):
+        go_on(path, found, HERE, another_machine=False)
+
+
+# What ends a run.
+
+
+def test_a_row_that_a_run_died_in_is_tried_once_more(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    group = str(CASE), "forward", "one"
+    for _ in range(2):
+        results.write(path, results.json_text(Results(**NOTED)))
+        with flagsaver.flagsaver(json=str(path), resume=True):
+            found = kept.begun(NOTED, kept.earlier())
+            kept.mark(*group)
+    assert found.rows == [] and "it is tried again" in capsys.readouterr().out
+    with flagsaver.flagsaver(json=str(path), resume=True):
+        (row,) = kept.begun(NOTED, kept.earlier()).rows
+    assert row.key == group and row.unavailable == "ended this program"
+    assert not kept.doing(path).exists()
+
+
+STUBBORN = """
+import sys, time
+from absl import flags
+from benchmarks import __main__ as entry, kept, stopping
+stopping.GRACE_SECONDS = 0.2
+stopping.listen()
+flags.FLAGS(["benchmarks", f"--json={sys.argv[1]}"])
+def command(names):
+    kept.mark("a case", "forward", "one")
+    print("measuring", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            if sys.argv[2] == "ends":
+                raise
+entry.COMMANDS["run"] = command
+sys.exit(entry.main(["benchmarks", "run"]))
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "goes on"])
+def test_sigterm_keeps_what_was_measured(how, tmp_path):
+    """Also where a compiler, or here a program that will not stop, does not let go of Python."""
+    path = tmp_path / "figures.json"
+    earlier = results.json_text(Results(**NOTED, rows=[row_of("one", 1.0)]))
+    results.write(path, earlier)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN, str(path), how],
+        cwd=machine.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "measuring\n" and kept.doing(path).exists()
+    process.terminate()
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130 and path.read_text() == earlier
+    # A user ended it, so the row that ran is not to blame.
+    assert not kept.doing(path).exists()
+    assert ("What was measured is in" in said) == (how == "ends")
+
+
+# All stages.
+
+
+@pytest.fixture
+def stages(tmp_path, monkeypatch):
+    """Two stages that write how many rows they lack; what was run, and how often each dies."""
+    ran, dies = [], [0]
+
+    def lacking(path):
+        return int(path.read_text()) if path.exists() else 4
+
+    def measured(command, seconds):
+        path = Path(next(one for one in command if one.startswith("--json=")).partition("=")[2])
+        ran.append((path.name, [one for one in command if one.startswith("--re")]))
+        path.parent.mkdir(exist_ok=True, parents=True)
+        if dies[0]:
+            dies[0] -= 1
+            return -11
+        path.write_text(str(max(0, lacking(path) - 3)))
+        return 0
+
+    made = [
+        whole.Stage("first", ("run",), "", lacking),
+        whole.Stage("last", ("latency",), "of_last", lacking, timed=False),
+    ]
+    monkeypatch.setattr(whole, "STAGES", made)
+    monkeypatch.setattr(whole, "ran", measured)
+    monkeypatch.setattr(whole.ours, "device_name", lambda: "a card")
+    return ran, dies
+
+
+def test_the_whole_report_goes_on_until_nothing_is_lacking(tmp_path, stages, capsys, caplog):
+    ran, dies = stages
+    with flagsaver.flagsaver(folder=str(tmp_path)):
+        assert entry.main(["benchmarks", "whole"]) == 2 and ran == []
+        with flagsaver.flagsaver(within_s=10.0):
+            assert entry.main(["benchmarks", "whole"]) == whole.LACKING and ran == []
+        assert "Lacking: 4 rows of first, 4 rows of last. The same command goes on" in caplog.text
+        dies[0] = 1
+        with flagsaver.flagsaver(within_s=540.0):
+            assert entry.main(["benchmarks", "whole"]) == 0
+        resumed = ("a_card.json", ["--resume"])
+        # What died is started again, and what lacks a row goes on.
+        assert ran == [resumed, resumed, resumed, ("a_card.json", []), ("a_card.json", [])]
+        told = capsys.readouterr().out
+        assert f"{tmp_path / 'a_card.json'}\n{tmp_path / 'of_last' / 'a_card.json'}\n" in told
+        assert "Nothing is lacking" in told
+        ran.clear()
+        with flagsaver.flagsaver(within_s=540.0):
+            assert entry.main(["benchmarks", "whole"]) == 0 and ran == []
+
+
+def test_stages_know_what_their_files_lack(tmp_path, monkeypatch):
+    counts = [stage.lacking(stage.path(tmp_path, "a_card")) for stage in whole.STAGES]
+    assert counts[2:4] == [1, 1] and min(counts) > 0
+    path = tmp_path / "figures.json"
+    path.write_text(json.dumps({"rows": [1], "commit": machine.commit()}))
+    assert whole._of_cases(path) == 0
+    path.write_text(json.dumps({"rows": [1], "commit": "another"}))
+    assert whole._of_cases(path) == 1
+    step = cliff_rows.STEPS["cpu"][0]
+    reached = dataclasses.replace(row_of("ato_jax", 1.0), case=str(step.row))
+    late = dataclasses.replace(untimed("ato_jax", results.NO_TIME_LEFT), case=str(step.row))
+    for row, fewer in ((reached, 1), (late, 0)):
+        results.write(path, results.json_text(Results(**NOTED, rows=[row])))
+        assert whole._of_cliffs(path) == counts[1] - fewer
+
+
+def test_a_command_of_the_report_is_stopped_when_its_time_is_up():
+    silent = "import signal, time; signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
+    assert whole.ran([sys.executable, "-c", f"{silent}time.sleep(60)"], 1.0) != 0
 
 
 def test_a_commit_names_what_was_changed(tmp_path):

@@ -436,7 +436,7 @@ def test_flags_that_choose_nothing_or_no_file(peer, tmp_path, caplog, monkeypatc
     for values, said in (
         ({"case": "T7"}, f"No case contains --case='T7': {CASE}; {OTHER}"),
         ({"peer": ["one", "SDPA"]}, "No peer contains --peer='SDPA': one"),
-        ({"json": str(tmp_path / "no.json"), "resume": True}, "no.json cannot be read"),
+        ({"json": str(tmp_path), "resume": True}, "cannot be read: Is a directory"),
         ({"json": str(tmp_path)}, "cannot be written: it is not a file"),
         ({"csv": str(a_file / "figures.csv")}, "figures.csv cannot be written: "),
     ):

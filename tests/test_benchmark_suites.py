@@ -438,7 +438,8 @@ def test_what_ended_the_program_is_left_out_when_it_is_resumed(monkeypatch, tmp_
     path = tmp_path / "figures.json"
     contest = side_by_side.Contest({"cpu": (CASE,), "gpu": ()}, {"one": InJax(lambda: None)}, {})
     results.write(path, results.json_text(Results(**FACTS)))
-    kept.doing(path).write_text(json.dumps([str(CASE), "forward", "one"]))
+    # It ran when the last two runs died: the first time it is tried again.
+    kept.doing(path).write_text(json.dumps([str(CASE), "forward", "one", 2]))
     monkeypatch.setattr(peers, "Peer", lambda _: contextlib.nullcontext(Peer()))
     monkeypatch.setattr(run, "introduced", lambda *_: FACTS)
     with flagsaver.flagsaver(json=str(path), resume=True):

@@ -1,0 +1,189 @@
+"""The whole report of this card, in as many parts as it takes: the same command is run again until
+it says that nothing is lacking.
+
+    python -m benchmarks whole --within_s=540 [--folder=DIR] [--another_machine]
+
+The stages, each a command of its own that goes on with what its file lacks:
+
+    report     every suite of the report           DIR/CARD.json
+    cliffs     options beside their base cases     DIR/CARD.json
+    latency    a decode loop by percentiles        DIR/latency/CARD.json
+    memory     a training step's memory            DIR/memory/CARD.json
+    choices    the backends by name                DIR/choices/CARD.json
+
+A stage whose file has every row is left out. A stage that dies is started again, at most
+`MOST_STARTS` times. DIR is benchmarks/results unless given: there `python -m benchmarks report`
+makes the documents of it. From another folder, `python -m benchmarks merge DIR/CARD.json --keep`
+puts the first file there, and names the commit of its sources.
+
+The exit status is 0 where nothing is lacking, and 3 where the same command has to be run again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from absl import flags, logging
+
+from ato_jax import tuning
+from benchmarks import choices, cliff_rows, cliffs, kept, machine, ours, progress, results, stopping
+from benchmarks.cases import PHASES
+from benchmarks.results import NO_TIME_LEFT, ResultsError
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("folder", "", "whole: where the files are, if not in benchmarks/results")
+
+# The exit status where a part of the report is lacking.
+LACKING = 3
+MOST_STARTS = 4
+# A stage takes about a minute to start: the imports, a copy's bandwidth, what is compiled.
+SHORTEST_SECONDS = 60.0
+# What a stage may take beyond its time: the call that runs then, and its tables.
+MARGIN_SECONDS = 12.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """`lacking(path)` counts the rows that a file lacks, of all if there is no file.
+
+    `timed` where the command takes --within_s and --resume.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    folder: str
+    lacking: Callable[[Path], int]
+    timed: bool = True
+
+    def path(self, folder: Path, card: str) -> Path:
+        return folder / self.folder / f"{card}.json"
+
+
+def _of_report(path: Path) -> int:
+    # Its tables are of all suites, which take a while to import.
+    from benchmarks import document
+
+    found = results.read(path) if path.exists() else results.Results("", "", "", "", 1.0, "gpu")
+    found.platform = _platform()
+    return document.asked_for(found)[1]
+
+
+def _of_cliffs(path: Path) -> int:
+    known = set()
+    if path.exists():
+        rows = results.read(path).rows
+        known = {row.key for row in rows if row.unavailable != NO_TIME_LEFT}
+    wanted = {
+        (str(step.row), phase, cliffs.OURS)
+        for step in cliff_rows.STEPS[_platform()]
+        for phase in PHASES
+    }
+    return len(wanted - known)
+
+
+def _of_choices(path: Path) -> int:
+    known = set()
+    if path.exists():
+        known = {(one.row, one.phase) for one in choices.read(path)[1]}
+    wanted = {(str(row), phase) for row in choices.ROWS[_platform()] for phase in PHASES}
+    return len(wanted - known)
+
+
+def _of_cases(path: Path) -> int:
+    """Of a file that is written in one go: whether it is there, of this commit."""
+    try:
+        told = json.loads(path.read_text())
+        return int(not told["rows"] or told["commit"] != machine.commit())
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
+
+
+def _platform() -> str:
+    return "gpu" if ours.platform() == "gpu" else "cpu"
+
+
+STAGES = (
+    Stage("report", ("run", "--suite=report"), "", _of_report),
+    Stage("cliffs", ("run", f"--suite={cliffs.NAME}"), "", _of_cliffs),
+    Stage("latency", ("latency",), "latency", _of_cases, timed=False),
+    Stage("memory", ("memory",), "memory", _of_cases, timed=False),
+    Stage("choices", ("run", f"--suite={choices.NAME}"), choices.NAME, _of_choices),
+)
+
+
+def command_of(stage: Stage, path: Path, seconds: float) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks", *stage.command, f"--json={path}"]
+    if stage.timed:
+        command += ["--resume", f"--within_s={seconds:.0f}"]
+        if FLAGS.another_machine and stage.name != choices.NAME:
+            command.append("--another_machine")
+    return command
+
+
+def ran(command: Sequence[str], seconds: float) -> int:
+    """The exit status of a command, which is stopped after so many seconds."""
+    process = subprocess.Popen(command, cwd=machine.ROOT)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return _stopped(process)
+    except KeyboardInterrupt:
+        _stopped(process)
+        raise
+
+
+def _stopped(process: subprocess.Popen[bytes]) -> int:
+    process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(stopping.GRACE_SECONDS + 2)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def run_stage(stage: Stage, path: Path, end: float) -> int:
+    """Runs a stage until it lacks nothing or the time is up; the rows that it lacks then."""
+    lacking = stage.lacking(path)
+    for _ in range(MOST_STARTS):
+        left = end - time.monotonic()
+        if not lacking or left < SHORTEST_SECONDS:
+            break
+        print(f"\n## {stage.name}: {lacking} rows to measure, {left:.0f} s left", flush=True)
+        command = command_of(stage, path, left - MARGIN_SECONDS)
+        status = ran(command, left)
+        before, lacking = lacking, stage.lacking(path)
+        # What was asked wrongly would be again.
+        if status == 2 or status in (0, 1) and lacking == before:
+            break
+    return lacking
+
+
+def main(_: Sequence[str]) -> int:
+    if not FLAGS.within_s:
+        raise ResultsError("whole takes --within_s, the seconds of this part, such as 540")
+    end = time.monotonic() + FLAGS.within_s
+    folder = Path(FLAGS.folder).absolute() if FLAGS.folder else kept.FOLDER
+    card = tuning.table_name(ours.device_name())
+    left_over = {}
+    progress.show("")
+    for stage in STAGES:
+        path = stage.path(folder, card)
+        if lacking := run_stage(stage, path, end):
+            left_over[stage.name] = lacking
+    print("\nThe files of this report:", flush=True)
+    for path in dict.fromkeys(stage.path(folder, card) for stage in STAGES):
+        if path.exists():
+            print(path, flush=True)
+    if left_over:
+        told = ", ".join(f"{count} rows of {name}" for name, count in left_over.items())
+        logging.error("Lacking: %s. The same command goes on", told)
+        return LACKING
+    print("Nothing is lacking: python -m benchmarks report makes the documents of it")
+    return 0
