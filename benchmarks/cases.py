@@ -7,6 +7,7 @@
                      (of queries beside a cache 2 * H * (D + V) * pairs)
                      linear: 4 * B * T * H * D * D forward, k^T v into the state and q times the
                      state, twice as many backward; whether causal or not, as step by step
+                     delta rule: 6 * B * T * H * D * D forward, as there k^T times the state, too
     pairs          = B * T * S, half of it if causal; those that are visible under a window, between
                      documents or in a sequence as long as it is
 
@@ -42,14 +43,16 @@ UNDERFLOW = 746.0
 DECAY = 0.1
 # Float32 whose factors are rounded to TF32 is told from a mistake by this.
 TF32_TOLERANCE = 1e-2
+# Steps of the delta rule whose states are kept at one time.
+CHUNK = 128
 # Queries of a step of decoding.
 MOST_DECODED = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem; `op` is "linear", "softmax" or "step": one token, T = 1, against a float32
-    state [B, H, D, D] that is updated in place.
+    """One problem; `op` is "linear", "softmax", "delta", which has betas [B, T, H] in float32, too,
+    or "step": one token, T = 1, against a float32 state [B, H, D, D] that is updated in place.
 
     `decay` is None, "head" ([H]), "step" ([B, T, H]) or "channel" ([B, T, H, D]), in float32.
     Softmax attention alone has the rest: G key heads and S keys, if not H and T; `left`, how many
@@ -141,6 +144,7 @@ class Case:
         if self.op == "step":
             return 2 * 4 * self.B * self.H * self.D * self.D + 4 * self.unit
         gates = 4 * math.prod(self.gates) if self.decay else 0
+        gates += 4 * self.B * self.T * self.H if self.op == "delta" else 0
         if phase == "forward":
             # The output is narrower than q where the values are.
             out = self.unit * (self.V or self.D) // self.D
@@ -173,7 +177,8 @@ class Case:
         if self.op == "softmax":
             forward, both = 2 * self.H * (self.D + (self.V or self.D)) * self.pairs, 3.5
         else:
-            forward, both = 4 * self.B * self.T * self.H * self.D * self.D, 3
+            products = 6 if self.op == "delta" else 4
+            forward, both = products * self.B * self.T * self.H * self.D * self.D, 3
         return forward if phase == "forward" else both * forward
 
     @property
@@ -207,6 +212,7 @@ class Case:
         if self.op == "step":
             return self.traffic(phase) // 2
         gates = 4 * math.prod(self.gates) if self.decay else 0
+        gates += 4 * self.B * self.T * self.H if self.op == "delta" else 0
         if phase == "forward":
             return dataclasses.replace(self, ragged=False).traffic(phase)
         return 4 * self.unit + 4 * self.key_unit + 2 * gates
@@ -312,6 +318,61 @@ def exact(
     return found
 
 
+def exact_delta(
+    q: Any, k: Any, v: Any, dout: Any, rows: np.ndarray, decay: Any, beta: Any
+) -> dict[str, np.ndarray]:
+    """One head of the delta rule in float64, as `exact` gives it, with scale = 1 / sqrt(D):
+
+        R_t = exp(decay_t) S_{t-1},  u_t = beta_t (v_t - k_t^T R_t),  S_t = R_t + k_t u_t^T
+        out_t = scale q_t^T S_t
+
+    Going back, dS_t holds what later steps and q_t dout_t^T scale make of it, and
+
+        du_t = k_t^T dS_t,  dv_t = beta_t du_t,  dk_t = dS_t u_t - R_t dv_t
+        dR_t = dS_t - k_t dv_t^T,  dS_{t-1} = exp(decay_t) dR_t
+
+    The states of `CHUNK` steps are kept at one time, and those before each of these runs.
+    """
+    q, k, v, dout, beta = (np.asarray(array, np.float64) for array in (q, k, v, dout, beta))
+    T, D = k.shape
+    factor = np.ones((T, 1))
+    if decay is not None:
+        factor = np.exp(np.asarray(decay, np.float64)).reshape(T, -1)
+    scale = D**-0.5
+    compared = np.zeros(T, bool)
+    compared[rows] = True
+    found = {name: np.zeros_like(k if name == "dk" else v) for name in ("dk", "dv")}
+    found |= {"out": np.zeros_like(v), "dq": np.zeros_like(q)}
+
+    def step(t: int, state: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        scaled = factor[t][:, None] * state
+        u = beta[t] * (v[t] - k[t] @ scaled)
+        return scaled, u, scaled + k[t][:, None] * u
+
+    before, state = [], np.zeros((D, v.shape[1]))
+    for t in range(T):
+        if t % CHUNK == 0:
+            before.append(state)
+        state = step(t, state)[2]
+        if compared[t]:
+            found["out"][t] = scale * (q[t] @ state)
+            found["dq"][t] = scale * (state @ dout[t])
+    d_state = np.zeros_like(state)
+    for first in range((len(before) - 1) * CHUNK, -1, -CHUNK):
+        steps, state = [], before[first // CHUNK]
+        for t in range(first, min(first + CHUNK, T)):
+            steps.append(step(t, state))
+            state = steps[-1][2]
+        for t in range(first + len(steps) - 1, first - 1, -1):
+            scaled, u, _ = steps[t - first]
+            if compared[t]:
+                d_state = d_state + scale * q[t][:, None] * dout[t]
+            found["dv"][t] = beta[t] * (k[t] @ d_state)
+            found["dk"][t] = d_state @ u - scaled @ found["dv"][t]
+            d_state = factor[t][:, None] * (d_state - k[t][:, None] * found["dv"][t])
+    return found | {"out": found["out"][rows], "dq": found["dq"][rows]}
+
+
 def decoded(case: Case, q: Any, k: Any, v: Any) -> np.ndarray:
     """The output [H / G, T, V] of all heads that share a key head, in float64: of a long cache
     each product is one, for all heads.
@@ -379,6 +440,10 @@ def errors(
     if of_heads is None and decodes:
         v = inputs["k"][:, : case.V] if case.V else inputs["v"]
         of_heads = [{"out": out} for out in decoded(case, inputs["q"], inputs["k"], v)]
+    if of_heads is None and case.op == "delta":
+        arrays = (inputs[one] for one in ("k", "v"))
+        gates = inputs.get("decay"), inputs["beta"]
+        of_heads = [exact_delta(inputs["q"][0], *arrays, inputs["dout"][0], rows, *gates)]
     if of_heads is None:
         of_heads = [
             exact(case, q, inputs["k"], inputs["v"], dout, rows, inputs.get("decay"), **variant)

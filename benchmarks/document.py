@@ -9,6 +9,7 @@ docs/notes/attention.md and docs/examples.md.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks import (
     findings,
     latency,
     linear,
+    machine,
     memory,
     noise,
     results,
@@ -37,6 +39,7 @@ from benchmarks.tables import Table
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("check", False, "report: write nothing, exit status 1 where documents differ")
+flags.DEFINE_string("new", "", "report: first keep the files that `whole` left in this folder")
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, README = ROOT / "docs" / "results.md", ROOT / "README.md"
@@ -294,7 +297,32 @@ def differing() -> list[Path]:
     ]
 
 
+def keep(folder: Path) -> list[Path]:
+    """Puts the files of a folder, as `whole` leaves it, among those that are kept, with the commit
+    of their sources. All are read before any is written.
+    """
+    texts = {}
+    for path in sorted(folder.glob("*.json")):
+        found = results.read(path)
+        found.commit = machine.of_sources(found.commit)
+        texts[run.FOLDER / path.name] = results.json_text(found)
+    if not texts:
+        raise ResultsError(f"--new={folder} has no file of figures: `whole --folder` writes them")
+    for tables_of_file, name in OTHERS.items():
+        for path in sorted((folder / name).glob("*.json")):
+            tables_of_file(path)
+            told = json.loads(path.read_text())
+            told["commit"] = machine.of_sources(told.get("commit", ""))
+            texts[run.FOLDER / name / path.name] = json.dumps(told, indent=1) + "\n"
+    for path, text in texts.items():
+        results.write(path, text)
+    return [*texts]
+
+
 def main(_: Sequence[str]) -> int:
+    if FLAGS.new:
+        for path in keep(Path(FLAGS.new)):
+            print(path)
     if not files():
         raise ResultsError(
             f"There are no figures in {run.FOLDER.relative_to(ROOT)}: run --suite=report"

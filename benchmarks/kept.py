@@ -1,9 +1,8 @@
 """The files that a run keeps: its figures, written after every group of rows, and the name of what
 runs now, so that `--resume` goes on with the one and without the other.
 
-`merge A.json B.json --json=ALL.json` puts parts of a report together, and `merge A.json --keep`
-puts one that was measured elsewhere into benchmarks/results. Parts are resumed and merged within
-one machine and one commit alone: a ratio of two runs would be of two machines otherwise.
+`merge A.json B.json --json=ALL.json` puts parts of a report together. Parts are resumed and merged
+within one machine and one commit alone: a ratio of two runs would be of two machines otherwise.
 
 With `--another_machine` a run goes on with what another machine measured, if the card's name, the
 driver, all versions and the commit are the same, and a copy and large products run within a tenth
@@ -25,12 +24,9 @@ import jax
 from absl import flags
 
 import ato_jax
-from ato_jax import device, tuning
+from ato_jax import device
 from benchmarks import machine, noise, results
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError, Row
-
-# The files of figures that are kept, one for each device.
-FOLDER = Path(__file__).parent / "results"
 
 # A row of a suite's own kind.
 Own = TypeVar("Own")
@@ -307,18 +303,13 @@ def _at_limits_of(first: Results, part: Results, row: Row) -> Row:
 
 
 def merge(names: Sequence[str]) -> int:
-    if len(names) < 1 + bool(FLAGS.json) or not (FLAGS.json or FLAGS.keep):
+    if len(names) < 2 or not FLAGS.json:
         given = " ".join(names) or "none"
-        raise ResultsError(
-            f"merge takes two files or more, and --json=ALL.json, or one and --keep; got {given}"
-        )
+        raise ResultsError(f"merge takes two files or more, and --json=ALL.json; got {given}")
     found = merged(names, [results.read(Path(name)) for name in names])
-    found.commit = machine.of_sources(found.commit)
-    if FLAGS.keep:
-        FLAGS.json = str(FOLDER / f"{tuning.table_name(found.device)}.json")
     set_aside(Path(FLAGS.json))
     write(found)
-    print(f"{len(found.rows)} rows of {len(names)} files, commit {found.commit or 'not noted'}")
+    print(f"{len(found.rows)} rows of {len(names)} files")
     say()
     return 0
 

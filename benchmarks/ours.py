@@ -64,6 +64,11 @@ def draw(case: cases.Case, key: jax.Array) -> dict[str, jax.Array]:
             if case.decay == "head"
             else -cases.DECAY * jnp.abs(jax.random.normal(keys[4], case.gates))
         )
+    if case.op == "delta":
+        length = jnp.linalg.norm(found["k"].astype(jnp.float32), axis=-1, keepdims=True)
+        found["k"] = (found["k"] / length).astype(case.dtype)
+        of_beta = jax.random.fold_in(keys[4], 1)
+        found["beta"] = jax.nn.sigmoid(jax.random.normal(of_beta, (case.B, case.T, case.H)))
     if case.documents:
         found["ids"] = jnp.asarray(case.document_ids)
     if case.V:
@@ -142,7 +147,8 @@ def compiled(
     Args:
       case, phase: what to run.
       function: `function(q, k, v)` or, with a decay or documents, `function(q, k, v, decay)` or
-        `function(q, k, v, ids)`; of a cache what else there is by name, as `CACHE` has it.
+        `function(q, k, v, ids)`; of the delta rule with betas, too, which come last; of a cache
+        what else there is by name, as `CACHE` has it.
       mapped: the function takes features, phi(q) and phi(k), in place of q and k.
       normalize: whether it divides by the sum of the weights.
       steps: the function launches programs of its own, one after the other from Python.
@@ -362,14 +368,16 @@ def called(
     attend = function or functools.partial(_attend, case)
 
     def call(inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        arrays = [inputs[name] for name in ("q", "k", "v", "decay") if name in inputs]
+        named = [name for name in ("q", "k", "v", "decay", "beta") if name in inputs]
+        arrays = [inputs[name] for name in named]
         ids = [inputs["ids"]] if "ids" in inputs else []
         cache = {name: inputs[name] for name in CACHE if name in inputs}
         if phase == "forward":
             return {"out": attend(*arrays, *ids, **cache)}
         out, pull = jax.vjp(lambda *arrays: attend(*arrays, *ids), *arrays)
         gradients = pull(inputs["dout"])
-        return dict(zip(("out", "dq", "dk", "dv", "ddecay"), (out, *gradients), strict=False))
+        results = ("out", *(f"d{name}" for name in named))
+        return dict(zip(results, (out, *gradients), strict=True))
 
     return call
 
@@ -393,7 +401,7 @@ def _one_group(case: cases.Case, arrays: dict[str, jax.Array]) -> dict[str, jax.
             found[name] = _last_rows(case, arrays, array).astype(jnp.float32)  # [S, D]
             if f"{name}_scales" in arrays:
                 found[name] *= _last_rows(case, arrays, arrays[f"{name}_scales"])[:, None]
-        elif name == "decay":
+        elif name in ("decay", "beta"):
             found[name] = array[-1] if array.ndim == 1 else array[-1, :, -1]
     return found
 

@@ -46,7 +46,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import attention_torch, byte_limit, cases, linear_torch, timing
+from benchmarks import attention_torch, byte_limit, cases, delta_torch, linear_torch, timing
 
 ROOT = Path(__file__).resolve().parents[1]
 # Our names for PyTorch's SDPBackend members, the fastest first; they are also the legend's.
@@ -62,6 +62,7 @@ CONTENDERS = {
     for op, module in (("linear", linear_torch), ("softmax", attention_torch))
 }
 CONTENDERS["softmax"] |= attention_torch.LATENT
+CONTENDERS["delta"] = delta_torch.CONTENDERS
 # A call below this is launched in a CUDA graph: above, launching it costs nothing.
 SHORT_SECONDS = 1e-3
 
@@ -291,7 +292,11 @@ def _calls(
             tensors["decay"] = torch.tensor(cases.head_decays(case.H), device=device)
         elif case.decay:
             tensors["decay"] = -cases.DECAY * normal(arranged(case.gates)).abs()
-        for name in ("q", "k", "v", "decay"):
+        if case.op == "delta":
+            length = tensors["k"].float().norm(dim=-1, keepdim=True)
+            tensors["k"] = (tensors["k"] / length).to(tensors["k"].dtype)
+            tensors["beta"] = normal(arranged((case.B, case.T, case.H))).sigmoid()
+        for name in ("q", "k", "v", "decay", "beta"):
             # RetNet's decays are constants.
             if name in tensors and tensors[name].ndim > 1:
                 tensors[name].requires_grad_(recorded)
@@ -301,7 +306,8 @@ def _calls(
     attend = contender.make(torch, case)
 
     def call(tensors: dict[str, Any]) -> dict[str, Any]:
-        inputs = {name: tensors[name] for name in ("q", "k", "v", "decay") if name in tensors}
+        names = ("q", "k", "v", "decay", "beta")
+        inputs = {name: tensors[name] for name in names if name in tensors}
         out = attend(*inputs.values())
         if not backward:
             return {"out": out}

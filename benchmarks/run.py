@@ -41,7 +41,8 @@ from benchmarks.results import Results, ResultsError
 from benchmarks.side_by_side import DeviceLostError, Meeting, Plan
 from benchmarks.suites import Suite
 
-FOLDER = kept.FOLDER
+# The files of figures that are kept, one for each device.
+FOLDER = machine.ROOT / "benchmarks" / "results"
 
 # Flags of some suites.
 ONLY = {

@@ -19,6 +19,7 @@ from benchmarks import (
     attention_jax,
     attention_torch,
     decode,
+    delta,
     exponents,
     findings,
     linear,
@@ -271,6 +272,7 @@ ATTENTION_BRIEF = dataclasses.replace(
 BIDIRECTIONAL_BRIEF = dataclasses.replace(
     BIDIRECTIONAL, meets=lambda case, name: name != SDPA[0] or case.T < 16384
 )
+DELTA_BRIEF = dataclasses.replace(delta.CONTEST, meets=delta.in_report)
 DECODE_BRIEF = dataclasses.replace(decode.CONTEST, meets=decode.in_report)
 # Plain JAX compiles for seconds, alone: XLA searches.
 WIDE_BRIEF = dataclasses.replace(
@@ -343,6 +345,14 @@ REPORT = (
         (FLA_BESIDE,),
         findings.fla(FLA_BESIDE),
         brief=(FLA_BRIEF,),
+    ),
+    Suite(
+        "delta",
+        "the delta rule beside its peers",
+        25,
+        (delta.CONTEST,),
+        findings.beside(delta.CONTEST, "The delta rule"),
+        brief=(DELTA_BRIEF,),
     ),
     Suite(
         "techniques",

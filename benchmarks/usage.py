@@ -16,7 +16,7 @@ LIKE = {"linear": "run", "attention": "run"}
 SHARED = {
     "memory": ("case", "json"),
     "latency": ("case", "json"),
-    "merge": ("json", "csv", "keep"),
+    "merge": ("json", "csv"),
     "profile": ("case", "forward_only", "dtype"),
     "table": ("case", "suite"),
     "whole": ("another_machine", "within_s"),

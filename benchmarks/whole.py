@@ -1,7 +1,7 @@
 """The whole report of this card, in as many parts as it takes: the same command is run again until
 it says that nothing is lacking.
 
-    python -m benchmarks whole --within_s=540 [--folder=DIR] [--another_machine]
+    python -m benchmarks whole --folder=DIR --within_s=540 [--another_machine]
 
 The stages, each a command of its own that goes on with what its file lacks:
 
@@ -11,10 +11,12 @@ The stages, each a command of its own that goes on with what its file lacks:
     memory     a training step's memory            DIR/memory/CARD.json
     choices    the backends by name                DIR/choices/CARD.json
 
-A stage whose file has every row is left out. A stage that dies is started again, at most
-`MOST_STARTS` times. DIR is benchmarks/results unless given: there `python -m benchmarks report`
-makes the documents of it. From another folder, `python -m benchmarks merge DIR/CARD.json --keep`
-puts the first file there, and names the commit of its sources.
+A stage whose file has every row is left out. A stage that dies is started again, a few times at
+most. SIGTERM ends all of it and loses nothing that was measured.
+
+`python -m benchmarks report --new=DIR` then keeps the files in benchmarks/results and makes the
+documents and the pictures of them. Where the command ran in a copy without its history, this also
+finds the commit of its sources.
 
 The exit status is 0 where nothing is lacking, and 3 where the same command has to be run again.
 """
@@ -33,12 +35,12 @@ from pathlib import Path
 from absl import flags, logging
 
 from ato_jax import tuning
-from benchmarks import choices, cliff_rows, cliffs, kept, machine, ours, progress, results, stopping
+from benchmarks import choices, cliff_rows, cliffs, machine, ours, progress, results, stopping
 from benchmarks.cases import PHASES
 from benchmarks.results import NO_TIME_LEFT, ResultsError
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("folder", "", "whole: where the files are, if not in benchmarks/results")
+flags.DEFINE_string("folder", "", "whole: where the files of figures are, or will be")
 
 # The exit status where a part of the report is lacking.
 LACKING = 3
@@ -166,10 +168,13 @@ def run_stage(stage: Stage, path: Path, end: float) -> int:
 
 
 def main(_: Sequence[str]) -> int:
-    if not FLAGS.within_s:
-        raise ResultsError("whole takes --within_s, the seconds of this part, such as 540")
+    if not FLAGS.within_s or not FLAGS.folder:
+        raise ResultsError(
+            "whole takes --folder, where the files of figures are, and --within_s, the seconds of "
+            "this part, such as 540"
+        )
     end = time.monotonic() + FLAGS.within_s
-    folder = Path(FLAGS.folder).absolute() if FLAGS.folder else kept.FOLDER
+    folder = Path(FLAGS.folder).absolute()
     card = tuning.table_name(ours.device_name())
     left_over = {}
     progress.show("")
@@ -185,5 +190,5 @@ def main(_: Sequence[str]) -> int:
         told = ", ".join(f"{count} rows of {name}" for name, count in left_over.items())
         logging.error("Lacking: %s. The same command goes on", told)
         return LACKING
-    print("Nothing is lacking: python -m benchmarks report makes the documents of it")
+    print(f"Nothing is lacking: python -m benchmarks report --new={FLAGS.folder}")
     return 0

@@ -18,6 +18,7 @@ from benchmarks import (
     findings,
     kept,
     machine,
+    memory,
     noise,
     results,
     run,
@@ -56,7 +57,7 @@ def test_parts_of_one_machine_and_commit_are_merged(tmp_path, capsys):
     out = tmp_path / "all.json"
     with flagsaver.flagsaver(json=str(out)):
         assert entry.main(["benchmarks", "merge", *names]) == 0
-    assert f"4 rows of 2 files, commit abc\n{out}\n" in capsys.readouterr().out
+    assert f"4 rows of 2 files\n{out}\n" in capsys.readouterr().out
     found = results.read(out)
     rows = {row.contender: row for row in found.rows}
     assert found.suites == {"linear": 3.0, "wide": 3.0} and found.bandwidth == 1e9
@@ -80,7 +81,7 @@ def test_merge_needs_two_files_and_a_name(caplog):
         caplog.clear()
         with flagsaver.flagsaver(**values):
             assert entry.main(["benchmarks", "merge", *names]) == 2
-        said = f"and --json=ALL.json, or one and --keep; got {' '.join(names)}"
+        said = f"and --json=ALL.json; got {' '.join(names)}"
         assert said in caplog.text
 
 
@@ -94,7 +95,7 @@ def git_in(folder):
     return run
 
 
-def test_figures_of_a_copy_without_its_history_find_their_commit(tmp_path, monkeypatch, capsys):
+def test_figures_of_a_copy_without_its_history_find_their_commit(tmp_path, monkeypatch):
     copy, kept_there = tmp_path / "copy", tmp_path / "kept"
     repository = tmp_path / "repository"
     git = git_in(repository) if repository.mkdir() is None else None
@@ -114,15 +115,29 @@ def test_figures_of_a_copy_without_its_history_find_their_commit(tmp_path, monke
     for told in ("sources 000000000000", "abc", "abc, changed: 123", ""):
         assert machine.of_sources(told, repository) == told
     assert machine.of_sources(digests[0], tmp_path) == digests[0]
-    # The command puts a file that was measured there among those that are kept.
-    part = Results(**NOTED | {"commit": digests[1]}, rows=[row_of("one", 1.0)])
-    results.write(tmp_path / "part.json", results.json_text(part))
+    # Files that were measured there are put among those that are kept.
     monkeypatch.setattr(machine.of_sources, "__defaults__", (repository,))
-    monkeypatch.setattr(kept, "FOLDER", kept_there)
-    with flagsaver.flagsaver(keep=True):
-        assert entry.main(["benchmarks", "merge", str(tmp_path / "part.json")]) == 0
-    assert f"1 rows of 1 files, commit {commits[1]}" in capsys.readouterr().out
-    assert results.read(kept_there / "a_card.json").commit == commits[1]
+    monkeypatch.setattr(run, "FOLDER", kept_there)
+    new = tmp_path / "new"
+    with pytest.raises(ResultsError, match="has no file of figures"):
+        document.keep(new)
+    part = Results(**NOTED | {"commit": digests[1]}, rows=[row_of("one", 1.0)])
+    results.write(new / "a_card.json", results.json_text(part))
+    rows = [{"case": "a step", "plan": {"arguments": 2}, "timeline": [["dot", 3_000_000]]}]
+    told = {"device": "a card", "commit": digests[2], "about": {"date": "today"}, "rows": rows}
+    results.write(new / "memory" / "a_card.json", json.dumps(told))
+    found = document.keep(new)
+    assert found == [kept_there / "a_card.json", kept_there / "memory" / "a_card.json"]
+    assert results.read(found[0]).commit == commits[1]
+    assert json.loads(found[1].read_text())["commit"] == commits[2]
+    (table,) = memory.tables(found[1])
+    assert table.rows == [["a step", "0.000", "3.000", "-"]]
+    assert table.notes == [f"Measured with today, commit {commits[2]}, JAX not noted."]
+    # A file of another kind is refused before any is written.
+    results.write(new / "latency" / "a_card.json", "{}")
+    with pytest.raises(ResultsError, match="holds no rows of these benchmarks' latency"):
+        document.keep(new)
+    assert not (kept_there / "latency").exists()
 
 
 # A second machine of one kind.
