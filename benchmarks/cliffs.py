@@ -315,6 +315,20 @@ def findings(found: Results) -> list[Table]:
     return [Table("Options of linear attention beside their base cases", HEAD, cells, notes, 3)]
 
 
+def worst(found: Results) -> tuple[Step, str, results.Row, results.Row] | None:
+    """The steady row that is furthest below its target, with its phase and its base case."""
+    rows = {row.key: row for row in found.rows}
+    lines = []
+    for step in cliff_rows.STEPS[found.platform]:
+        for phase in PHASES:
+            row, base = (rows.get((str(step.row), phase, name)) for name in (OURS, BASE))
+            if row and base and row.seconds and base.seconds and step.target:
+                reached = line_of(step, phase, row, base).reached
+                if reached is not None:
+                    lines.append((reached, step, phase, row, base))
+    return min(lines, key=lambda line: line[0])[1:] if lines else None
+
+
 def left_out(found: Results) -> list[str]:
     return [
         f"  {row.case}, {row.phase}"

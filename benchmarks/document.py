@@ -17,6 +17,7 @@ from pathlib import Path
 from absl import flags, logging
 
 from benchmarks import (
+    attention,
     cards,
     choices,
     cliffs,
@@ -32,10 +33,10 @@ from benchmarks import (
     side_by_side,
     suites,
 )
-from benchmarks.cases import HOST_PHASES, Case
+from benchmarks.cases import HOST_PHASES, PHASES, Case
 from benchmarks.findings import Found
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
-from benchmarks.tables import Table
+from benchmarks.tables import Table, milliseconds
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("check", False, "report: write nothing, exit status 1 where documents differ")
@@ -64,6 +65,13 @@ OTHERS: dict[Callable[[Path], list[Table]], str] = {
     latency.tables: "latency",
     memory.tables: "memory",
 }
+# Of a file that names no commit.
+OLD_KERNELS = (
+    "The rows of softmax attention were measured before the Mosaic GPU forward kernel for Hopper "
+    "was there: they ran by cuDNN or Triton. The "
+    "[notes](notes/attention.md#the-forward-kernel-for-hopper-mosaic_gpu) have the times of that "
+    "kernel beside both, on an H100."
+)
 # The pictures' texts for readers who cannot see them.
 SHOWN = {
     "accuracy": "Relative error of the output against float64 over the time of one call, both axes "
@@ -165,6 +173,8 @@ def section(found: Results, name: str) -> str:
     """Everything of one file."""
     wanted, waiting = asked_for(found)
     parts = [f"## {found.device}", provenance(found, name)]
+    if not found.commit:
+        parts.append(OLD_KERNELS)
     if any(row.doubt for row in found.rows):
         parts.append(noise.LEGEND)
     if waiting:
@@ -201,6 +211,57 @@ def readme_text() -> str:
         for table in findings.standing(linear.CONTEST, "Linear attention")(found)[:1]:
             short = Table(f"On one {found.device}", table.head, table.rows[:README_ROWS], texts=2)
             parts.append(short.markdown())
+    return "\n\n".join(parts)
+
+
+def headline_of(found: Results) -> list[list[str]]:
+    """What, phase, this library's time, the peer, its time, and the peer's over ours; of what was
+    measured alone. The last line is the option of linear attention that is furthest below its
+    target, beside its base case.
+    """
+    rows = findings.Found(found)
+    long, causal = suites.BIDIRECTIONAL.cases["gpu"][-1], suites.CAUSAL.cases["gpu"][-1]
+    [softmax] = [
+        case
+        for case in attention.CASES["gpu"]
+        if case.causal and case.T == 16384 and attention.whole(case) == case
+    ]
+    lines = []
+    for case, peers in (
+        (long, [findings.SDPA]),
+        (causal, [findings.SDPA]),
+        (softmax, [("SDPA cuDNN", "JAX cuDNN"), ("FlashAttention-3 through JAX",)]),
+    ):
+        for names in peers:
+            for phase in PHASES:
+                own = rows.row(case, phase, findings.OURS)
+                peer = findings.best(
+                    row for row in rows.of(case, phase) if row.contender in names
+                )
+                if own is not None and own.seconds and peer is not None:
+                    cells = [milliseconds(own), peer.contender, milliseconds(peer)]
+                    lines.append([str(case), phase, *cells, findings.times(peer, own)])
+    if worst := cliffs.worst(found):
+        step, phase, own, base = worst
+        cells = [milliseconds(own), "its base case, of other sizes", milliseconds(base)]
+        if own.traffic == base.traffic:
+            cells[1] = "its base case"
+        lines.append([f"the worst option: {step.name}, {step.size}", phase, *cells])
+        lines[-1].append(findings.times(base, own))
+    return lines
+
+
+def headline_text() -> str:
+    """What each card's figures come to, in a few lines. A file that names no commit has none: it
+    is not known of which kernels its figures are.
+    """
+    parts = []
+    for path in files():
+        found = results.read(path)
+        head = ["", "phase", "ato_jax, ms", "beside", "ms", "peer / ato_jax"]
+        if found.commit and (lines := headline_of(found)):
+            table = Table(f"In short, on one {found.device}", head, lines, texts=2)
+            parts.append(table.markdown())
     return "\n\n".join(parts)
 
 
@@ -278,12 +339,17 @@ def between(text: str, made: str, path: Path, name: str = FIGURES) -> str:
     return f"{before}{first}\n\n{made}\n\n{last}{after}"
 
 
+# Between which marks the README has what.
+IN_README = ("headline", FIGURES, "host", "speed")
+README_TEXTS = (headline_text, readme_text, host_text, speed_text)
+
+
 def documents() -> dict[Path, str]:
     """What each document has to be."""
     made = {}
     for path, blank, texts in (
         (RESULTS, BLANK, {FIGURES: results_text}),
-        (README, "", {FIGURES: readme_text, "host": host_text, "speed": speed_text}),
+        (README, "", dict(zip(IN_README, README_TEXTS, strict=True))),
     ):
         made[path] = path.read_text() if path.exists() else blank
         for name, text in texts.items():

@@ -424,3 +424,24 @@ def test_cards_stand_side_by_side_where_both_were_measured(tmp_path):
     assert table.rows == [["a call", "forward", f"{noise.MARK}1000", "1000"]]
     said = cards.noted(sorted(tmp_path.glob("*.json")))
     assert said == "A: today, commit not noted; B: today, commit not noted."
+
+
+def test_other_files_of_a_card_stand_in_the_documents(tmp_path, monkeypatch):
+    told = {"device": "a card", "commit": "abc", "jax": "2", "about": {"driver": "1"}}
+    loop = {"case": "a loop", "first": 1.0, "tokens": [0.002] * 8, "load": "", "doubt": ""}
+    call = {"op": "attention", "phase": "forward", "traits": {}, "sizes": {}, "wrong": {}}
+    call |= {"refused": {}, "choice": "xla"}
+    calls = [
+        call | {"row": row, "seconds": {"None": none, "triton": 1.0}, "doubt": doubt}
+        for row, none, doubt in (("even", 1.0, ""), ("behind", 1.5, ""), ("noisy", 9.0, "a load"))
+    ]
+    for folder, rows in (("latency", [loop]), ("choices", calls)):
+        results.write(tmp_path / folder / "a_card.json", json.dumps(told | {"rows": rows}))
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    text = document.section(Results(**NOTED, platform="gpu"), "a_card")
+    assert "| a loop | 2.000 | 2.000 | 2.000 | 2.000 | 2.000 | 1000 | 500 |" in text
+    assert "| behind | forward | xla | triton | 1.50x |" in text and "even |" not in text
+    assert "3 of 142 calls were measured, 2 of them steadily. In 1 `implementation=None`" in text
+    assert text.count("Measured with commit abc, JAX 2, driver 1.") == 2
+    # Another card's files are not this one's.
+    assert "a loop" not in document.section(Results(**NOTED, platform="gpu"), "b_card")

@@ -16,6 +16,8 @@ from benchmarks import __main__ as entry
 from benchmarks import (
     ahead,
     byte_limit,
+    cliff_rows,
+    cliffs,
     document,
     exponents,
     findings,
@@ -77,7 +79,7 @@ def test_bytes_of_inputs_and_outputs_by_hand():
 
 def test_every_suite_has_someone_for_every_case():
     names = [suite.name for suite in every_suite()]
-    assert names == [name for name in suites.NAMES if name != "report"] and len(set(names)) == 15
+    assert names == [name for name in suites.NAMES if name != "report"] and len(set(names)) == 16
     # What a report may take on a card, with what it takes to begin.
     assert sum(suite.seconds for suite in suites.named("report")) < 540
     for suite in every_suite():
@@ -493,7 +495,7 @@ def test_what_is_between_the_marks_is_replaced(tmp_path):
 
 def test_the_report_writes_what_it_compares(tmp_path, monkeypatch):
     readme, told = tmp_path / "README.md", tmp_path / "docs" / "results.md"
-    readme.write_text("\n".join(MARKS.format(name) for name in ("results", "host", "speed")))
+    readme.write_text("\n".join(MARKS.format(name) for name in document.IN_README))
     for module, name, value in (
         (document, "ROOT", tmp_path),
         (document, "README", readme),
@@ -525,7 +527,7 @@ MEASURED = re.compile(
 def test_all_results_in_the_readme_are_made_of_files():
     """No figure with a unit of a result stands outside of the marks."""
     text = document.README.read_text()
-    for name in ("results", "host", "speed"):
+    for name in document.IN_README:
         before, rest = text.split(f"<!-- {name} -->")
         text = before + rest.split(f"<!-- /{name} -->")[1]
     assert [found[0] for found in MEASURED.finditer(text)] == []
@@ -547,6 +549,40 @@ def test_what_was_not_measured_is_said_in_words(tmp_path, monkeypatch):
     results.write(path, results.json_text(full))
     said = document.host_text()
     assert said.startswith("What a call takes the host is not measured on the a card yet")
+
+
+def test_the_headline_is_of_figures_that_name_their_commit(tmp_path, monkeypatch):
+    full = full_results("gpu")
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    path = tmp_path / "a_card.json"
+    results.write(path, results.json_text(full))
+    assert document.headline_text() == ""
+    full.commit = "abc"
+    results.write(path, results.json_text(full))
+    text = document.headline_text()
+    assert text.startswith("### In short, on one a card")
+    for peer in ("SDPA", "FlashAttention-3 through JAX"):
+        assert f"| {peer}" in text
+    lines = [line for line in text.splitlines() if line.startswith("| ") and "B" in line]
+    assert [line.split(" | ")[0] for line in lines] == [
+        f"| {case} bfloat16{more}"
+        for case, more, count in (
+            ("linear B8 H8 T65536 D64", "", 2),
+            ("linear B8 H8 T16384 D64", " causal", 2),
+            ("softmax B2 H16 T16384 D128", " causal", 4),
+        )
+        for _ in range(count)
+    ]
+    # The option that is furthest below its target, beside its base case.
+    steps = [step for step in cliff_rows.STEPS["gpu"] if step.target][:2]
+    for step, seconds in zip(steps, (1.0, 9.0), strict=True):
+        for name, of in ((cliffs.OURS, seconds), (cliffs.BASE, 0.5)):
+            row = cliffs.blank(step.row, "forward", full, name, step.base)
+            spread = summary.spread([of] * 3)
+            full.rows.append(dataclasses.replace(row, seconds=of, turns=[of], spread=spread))
+    last = document.headline_of(full)[-1]
+    assert last[0] == f"the worst option: {steps[1].name}, {steps[1].size}"
+    assert last[2:-1] == ["9000", "its base case", "500.0"] and last[-1] == "0.1x"
 
 
 def test_what_is_quoted_is_there():
