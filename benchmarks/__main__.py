@@ -3,7 +3,7 @@
     demo                            linear attention against PyTorch over the length, a picture
     run --suite=NAME                a suite beside its peers, or several, or a --config
     run --suite=choices             whether implementation=None takes the fastest backend
-    run --suite=cliffs              each option of linear attention beside its base case
+    run --suite=cliffs              each option beside its base case
     run --suite=devices             one call on one device and on several of this host
     linear, attention               short for `run` of these suites
     fit A.json B.json               what tables of choices lack, by that suite's figures

@@ -1,4 +1,4 @@
-"""The rows of the suite `cliffs`: one option of linear attention each, its base case, its target.
+"""The rows of the suite `cliffs`: one option each, its base case, its target.
 
     traffic    = bytes of q, k, v, out, the gates and the segment ids, each array once, forward;
                  forward + backward adds q, k, v, dout and their gradients, and the gates read once
@@ -8,7 +8,9 @@
                  as a part of the byte limit, or beside the time of the products
 
 A gated row's base case is the same call without its gate, so that what the gate costs is told apart
-from what the other option costs.
+from what the other option costs. Options of softmax attention, the group `softmax`, have the bytes
+of q, k, v and out alone, a bias has none: so their ratio is that of the times, and their targets
+are 1.25 times the plain call's time, 1.6 with a bias, and 1.03 where no product changes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from benchmarks import cases, results
 from benchmarks.cases import PHASES
 from benchmarks.choices import FAVOR_FEATURES, Row
 
-GROUPS = ("lengths", "dtypes", "maps", "gates", "heads")
+GROUPS = ("lengths", "dtypes", "maps", "gates", "heads", "softmax")
 
 # Operations per second that exact float32 products are expected to reach.
 FLOAT32_RATE = 50e12
@@ -88,8 +90,13 @@ def traffic(row: Row, phase: str) -> int:
 
 def operations(row: Row, phase: str) -> float:
     """Multiplications and additions of k^T v and of q times the state, three times as many with
-    gradients; those of the feature map are left out.
+    gradients; those of the feature map are left out. Of softmax attention those of all pairs, half
+    of them if causal, and 3.5 times as many.
     """
+    if row.op == "attention":
+        pairs = row.B * row.T * (row.S or row.T) / (2 if row.causal else 1)
+        products = 2 * row.H * (row.D + (row.V or row.D)) * pairs
+        return products if phase == PHASES[0] else 3.5 * products
     features = FAVOR_FEATURES if dict(row.options).get("feature_map") == "favor" else row.D
     forward = 4 * row.B * row.T * row.H * features * (row.V or row.D)
     return forward if phase == PHASES[0] else 3 * forward
@@ -202,12 +209,32 @@ def _heads() -> Iterator[Step]:
             yield Step("heads", f"D {D}, channel gate", channel, _channel_base(), Target(0.7))
 
 
+def _softmax() -> Iterator[Step]:
+    base = Row("attention", B=2, H=16, T=4096, D=128, causal=True)
+    same, option = Target(0.97), Target(1 / 1.25)
+
+    def step(name: str, target: Target, **changed: Any) -> Step:
+        row = dataclasses.replace(base, **changed)
+        return Step("softmax", f"softmax, {name}", row, base, target)
+
+    yield step("T 4123", same, T=4123)
+    yield step("[B, H, T, D]", same, options=(("layout", "bhtd"),))
+    yield step("float16", same, dtype="float16")
+    yield step("soft cap", option, options=(("softcap", 30.0),))
+    yield step("window of 1024", option, options=(("window", (1023, None)),))
+    yield step("segments of 1024", option, documents=1024)
+    yield step("lengths", option, lengths=True)
+    yield step("group of 4", option, G=4)
+    yield step("a bias [1, H, T, S]", Target(1 / 1.6), bias=True)
+
+
 def _all() -> Iterator[Step]:
     for D in SIZES:
         for causal in (False, True):
             yield from _options(D, causal)
         yield from _gates(D)
     yield from _heads()
+    yield from _softmax()
 
 
 def _small(row: Row) -> Row:

@@ -1,4 +1,4 @@
-"""What each option of linear attention costs beside its base case: the suite `cliffs`.
+"""What each option of linear and softmax attention costs beside its base case: the suite `cliffs`.
 
     python -m benchmarks run --suite=cliffs [--rows=GROUP,GROUP] [--case=PART] [--within_s=SECONDS]
                                             [--json=FILE.json | --keep] [--resume] [--forward_only]
@@ -17,8 +17,8 @@ reason in place of a time. The table has, the row furthest below its target firs
     reached    share over the share that meets the target
     None is    the backends that `implementation=None` chose
 
-`--rows` takes groups of rows: lengths, dtypes, maps, gates, heads. All groups together may take a
-card more than ten minutes: `--within_s` ends a run and lists the rows that it left out, and
+`--rows` takes groups of rows: lengths, dtypes, maps, gates, heads, softmax. All groups together may
+take a card more than ten minutes: `--within_s` ends a run and lists the rows that it left out, and
 `--json=FILE.json --resume` goes on with those. `--part=2/4` takes every fourth row from the second
 on, one process for each card of a machine that has four. On a CPU sizes are tiny, and an option is
 measured in one size.
@@ -312,7 +312,7 @@ def findings(found: Results) -> list[Table]:
     if late:
         notes.append(f"{late} rows were left out for lack of time.")
     cells = [line.cells for _, line in lines]
-    return [Table("Options of linear attention beside their base cases", HEAD, cells, notes, 3)]
+    return [Table("Options beside their base cases", HEAD, cells, notes, 3)]
 
 
 def worst(found: Results) -> tuple[Step, str, results.Row, results.Row] | None:

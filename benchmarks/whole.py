@@ -19,7 +19,8 @@ most. SIGTERM ends all of it and loses nothing that was measured.
 documents and the pictures of them. Where the command ran in a copy without its history, this also
 finds the commit of its sources.
 
-The exit status is 0 where nothing is lacking, and 3 where the same command has to be run again.
+The exit status is 0 where nothing is lacking, 3 where the same command has to be run again, and 2
+where a file is of another machine, version or commit.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ flags.register_multi_flags_validator(
 
 # The exit status where a part of the report is lacking.
 LACKING = 3
+# That of a command that was asked wrongly, or whose file is of another machine or commit.
+REFUSED = 2
 MOST_STARTS = 4
 # The report has every second row of the choices: all of them take a card more than nine minutes.
 CHOICES_EVERY = 2
@@ -164,9 +167,11 @@ def _stopped(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def run_stage(stage: Stage, path: Path, end: float) -> int:
-    """Runs a stage until it lacks nothing or the time is up; the rows that it lacks then."""
-    lacking = stage.lacking(path)
+def run_stage(stage: Stage, path: Path, end: float) -> tuple[int, bool]:
+    """Runs a stage until it lacks nothing or the time is up; the rows that it lacks then, and
+    whether it was refused.
+    """
+    lacking, refused = stage.lacking(path), False
     for _ in range(MOST_STARTS):
         left = end - time.monotonic()
         if not lacking or left < SHORTEST_SECONDS:
@@ -175,10 +180,11 @@ def run_stage(stage: Stage, path: Path, end: float) -> int:
         command = command_of(stage, path, left - MARGIN_SECONDS)
         status = ran(command, left)
         before, lacking = lacking, stage.lacking(path)
-        # What was asked wrongly would be again.
-        if status == 2 or status in (0, 1) and lacking == before:
+        refused = status == REFUSED
+        # It would be again.
+        if refused or status in (0, 1) and lacking == before:
             break
-    return lacking
+    return lacking, refused
 
 
 def main(_: Sequence[str]) -> int:
@@ -190,11 +196,13 @@ def main(_: Sequence[str]) -> int:
     end = time.monotonic() + FLAGS.within_s
     folder = Path(FLAGS.folder).absolute()
     card = tuning.table_name(ours.device_name())
-    left_over = {}
+    left_over, refusals = {}, []
     progress.show("")
     for stage in STAGES:
         path = stage.path(folder, card)
-        if lacking := run_stage(stage, path, end):
+        lacking, refused = run_stage(stage, path, end)
+        refusals += [stage.name] * refused
+        if lacking:
             left_over[stage.name] = lacking
     print("\nThe files of this report:", flush=True)
     for path in dict.fromkeys(stage.path(folder, card) for stage in STAGES):
@@ -202,6 +210,9 @@ def main(_: Sequence[str]) -> int:
             print(path, flush=True)
     if left_over:
         told = ", ".join(f"{count} rows of {name}" for name, count in left_over.items())
+        if refusals:
+            logging.error("Lacking: %s. Refused: %s, as it says above", told, ", ".join(refusals))
+            return REFUSED
         logging.error("Lacking: %s. The same command goes on", told)
         return LACKING
     print(f"Nothing is lacking: python -m benchmarks report --new={FLAGS.folder}")

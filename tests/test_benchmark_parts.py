@@ -270,8 +270,10 @@ def test_sigterm_keeps_what_was_measured(how, tmp_path):
 
 @pytest.fixture
 def stages(tmp_path, monkeypatch):
-    """Two stages that write how many rows they lack; what was run, and how often each dies."""
-    ran, dies = [], [0]
+    """Two stages that write how many rows they lack; what was run, how often each dies, and the
+    commands that refuse.
+    """
+    ran, dies, refused = [], [0], []
 
     def lacking(path):
         return int(path.read_text()) if path.exists() else 4
@@ -280,6 +282,8 @@ def stages(tmp_path, monkeypatch):
         path = Path(next(one for one in command if one.startswith("--json=")).partition("=")[2])
         ran.append((path.name, [one for one in command if one.startswith("--re")]))
         path.parent.mkdir(exist_ok=True, parents=True)
+        if command[3] in refused:
+            return 2
         if dies[0]:
             dies[0] -= 1
             return -11
@@ -293,11 +297,11 @@ def stages(tmp_path, monkeypatch):
     monkeypatch.setattr(whole, "STAGES", made)
     monkeypatch.setattr(whole, "ran", measured)
     monkeypatch.setattr(whole.ours, "device_name", lambda: "a card")
-    return ran, dies
+    return ran, dies, refused
 
 
 def test_the_whole_report_goes_on_until_nothing_is_lacking(tmp_path, stages, capsys, caplog):
-    ran, dies = stages
+    ran, dies, refused = stages
     with flagsaver.flagsaver(folder=str(tmp_path)):
         assert entry.main(["benchmarks", "whole"]) == 2 and ran == []
         with flagsaver.flagsaver(within_s=10.0):
@@ -315,6 +319,13 @@ def test_the_whole_report_goes_on_until_nothing_is_lacking(tmp_path, stages, cap
         ran.clear()
         with flagsaver.flagsaver(within_s=540.0):
             assert entry.main(["benchmarks", "whole"]) == 0 and ran == []
+            # A file that cannot be gone on with is named, and the other stages run.
+            (tmp_path / "a_card.json").write_text("7")
+            (tmp_path / "of_last" / "a_card.json").write_text("2")
+            refused[:] = ["run"]
+            assert entry.main(["benchmarks", "whole"]) == 2
+            assert "Lacking: 7 rows of first. Refused: first, as it says" in caplog.text
+            assert [name for name, _ in ran] == ["a_card.json"] * 2
 
 
 def test_stages_know_what_their_files_lack(tmp_path, monkeypatch):
