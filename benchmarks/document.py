@@ -27,6 +27,7 @@ from benchmarks import (
     machine,
     memory,
     noise,
+    quoted,
     results,
     run,
     show,
@@ -354,6 +355,12 @@ def documents() -> dict[Path, str]:
         made[path] = path.read_text() if path.exists() else blank
         for name, text in texts.items():
             made[path] = between(made[path], text(), path, name)
+    card = run.FOLDER / f"{quoted.CARD}.json"
+    told = quoted.figures(results.read(card)) if card.exists() else {}
+    for path in quoted.SENTENCES if told else ():
+        made[path] = quoted.renewed(made.get(path) or path.read_text(), path, told)
+    if told and (left := quoted.lacking(told)):
+        logging.error("Not steady in %s, so sentences keep them: %s", card.name, ", ".join(left))
     return made
 
 

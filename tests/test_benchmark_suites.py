@@ -25,6 +25,7 @@ from benchmarks import (
     ours,
     peers,
     profiling,
+    quoted,
     results,
     run,
     show,
@@ -583,6 +584,27 @@ def test_the_headline_is_of_figures_that_name_their_commit(tmp_path, monkeypatch
     last = document.headline_of(full)[-1]
     assert last[0] == f"the worst option: {steps[1].name}, {steps[1].size}"
     assert last[2:-1] == ["9000", "its base case", "500.0"] and last[-1] == "0.1x"
+
+
+def test_figures_in_sentences_are_made_of_files():
+    card = run.FOLDER / f"{quoted.CARD}.json"
+    if not card.exists():
+        pytest.skip("there are no figures of this card")
+    told = quoted.figures(results.read(card))
+    assert quoted.lacking(told) == []
+    # The sentences around them say where linear attention overtakes.
+    assert float(told["T 512"]) < 1 < float(told["T 1024"]) < float(told["T 2048"])
+    for path in quoted.SENTENCES:
+        text = path.read_text()
+        assert quoted.renewed(text, path, told) == text
+        other = quoted.renewed(text, path, told | {"T 512": "0.4"})
+        assert other != text and "0.4 times" in other
+        # What is not known stays, and a sentence that is gone is named.
+        assert quoted.renewed(other, path, {}) == other
+        with pytest.raises(ResultsError, match="must have once"):
+            quoted.renewed(text.replace("at 512 tokens", "at few tokens"), path, told)
+    del told["T 1024"]
+    assert quoted.lacking(told) == ["T 1024"]
 
 
 def test_what_is_quoted_is_there():
