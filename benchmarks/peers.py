@@ -98,7 +98,7 @@ class Peer:
     COMMAND = (sys.executable, "-m", "benchmarks.peers")
 
     def __init__(self, platform: str, leads: bool = False, **variables: str) -> None:
-        self._platform, self._leads = platform, leads
+        self._platform, self._leads, self._over = platform, leads, False
         # As it is now: libraries that are imported later may set variables for themselves.
         self._environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | variables
         self._case: cases.Case | None = None
@@ -122,7 +122,8 @@ class Peer:
         )
 
     def end(self) -> None:
-        """Ends the process at once, which leads a session."""
+        """Ends the process at once, which leads a session, whoever waits for its answer."""
+        self._over = True
         kill(self._process)
         self._end()
 
@@ -156,7 +157,8 @@ class Peer:
             reply = json.loads(line) if line.endswith("\n") else {"ended": ""}
         if "ended" in reply:
             status = self._end()
-            self._start()
+            if not self._over:
+                self._start()
             self._lost |= self._prepared
             self._prepared.clear()
             raise PeerError(reply["ended"] or f"status {status}")

@@ -76,6 +76,33 @@ def test_a_worker_that_takes_too_long_is_ended(stand_in, monkeypatch):
     assert stand_in._workers[0]._process is None
 
 
+SLOW = """
+import pickle, sys, time
+for number, line in enumerate(sys.stdin):
+    time.sleep(60 * number)
+    sys.stdout.buffer.write(pickle.dumps("compiled"))
+    sys.stdout.flush()
+"""
+SILENT = "import sys, time\nfor line in sys.stdin: time.sleep(60)"
+
+
+def test_what_takes_longer_than_its_time_is_left_out(stand_in, monkeypatch, capsys):
+    """Of processes that compile and of those that fill caches; none of them is started again."""
+    monkeypatch.setattr(stand_in._workers[0], "_command", (sys.executable, "-c", SLOW))
+    monkeypatch.setattr(peers.Peer, "COMMAND", (sys.executable, "-c", SILENT))
+    start = time.monotonic()
+    with stand_in as helpers:
+        job = (0, LINEAR, "forward", "ato_jax")
+        warm = [[(LINEAR, "forward", "PyTorch")]]
+        assert helpers.programs([job, job, job], warm, 3.0) == ["compiled", None, None]
+        (warmer,) = helpers._warmers
+    assert time.monotonic() - start < 20
+    said = capsys.readouterr().out
+    assert "without 1 of 1" in said and "without 2 of 3" in said
+    time.sleep(0.5)
+    assert warmer._process.poll() is not None and helpers._workers[0]._process is None
+
+
 def test_nothing_runs_on_when_something_is_timed(stand_in):
     """Neither a process that compiled nor one that filled caches, nor what they started."""
     with stand_in as helpers:
@@ -96,7 +123,7 @@ class Helpers:
     def __init__(self, answers):
         self._answers, self.asked, self.warmed = answers, [], []
 
-    def programs(self, jobs, in_torch):
+    def programs(self, jobs, in_torch, seconds=None):
         self.asked.append([(number, str(case), phase, name) for number, case, phase, name in jobs])
         self.warmed.append([[(str(case), name) for case, _, name in one] for one in in_torch])
         return [self._answers[name] for *_, name in jobs]

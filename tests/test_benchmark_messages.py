@@ -57,7 +57,7 @@ def test_every_flag_is_in_the_help_of_a_command():
 
 @pytest.mark.parametrize(
     ("command", "flag"),
-    [("latency", "part"), ("tune", "json"), ("fit", "case"), ("plot", "suite"), ("memory", "json")],
+    [("latency", "part"), ("tune", "json"), ("fit", "case"), ("plot", "suite"), ("memory", "csv")],
 )
 def test_a_flag_of_another_command_is_named(command, flag, monkeypatch, caplog):
     monkeypatch.setattr(flags.FLAGS[flag], "present", 1)
