@@ -37,7 +37,7 @@ from pathlib import Path
 from absl import flags, logging
 
 from ato_jax import tuning
-from benchmarks import choices, cliff_rows, cliffs, machine, ours, progress, results, stopping
+from benchmarks import choices, cliff_rows, cliffs, machine, progress, results, stopping
 from benchmarks.cases import PHASES
 from benchmarks.results import NO_TIME_LEFT, ResultsError
 
@@ -65,7 +65,7 @@ MARGIN_SECONDS = 12.0
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """`lacking(path)` counts the rows that a file lacks, of all if there is no file.
+    """`lacking(path, platform)` counts the rows that a file lacks, of all if there is no file.
 
     `timed` where the command takes --within_s and --resume.
     """
@@ -73,44 +73,44 @@ class Stage:
     name: str
     command: tuple[str, ...]
     folder: str
-    lacking: Callable[[Path], int]
+    lacking: Callable[[Path, str], int]
     timed: bool = True
 
     def path(self, folder: Path, card: str) -> Path:
         return folder / self.folder / f"{card}.json"
 
 
-def _of_report(path: Path) -> int:
+def _of_report(path: Path, platform: str) -> int:
     # Its tables are of all suites, which take a while to import.
     from benchmarks import document
 
     found = results.read(path) if path.exists() else results.Results("", "", "", "", 1.0, "gpu")
-    found.platform = _platform()
+    found.platform = platform
     return document.asked_for(found)[1]
 
 
-def _of_cliffs(path: Path) -> int:
+def _of_cliffs(path: Path, platform: str) -> int:
     known = set()
     if path.exists():
         rows = results.read(path).rows
         known = {row.key for row in rows if row.unavailable != NO_TIME_LEFT}
     wanted = {
         (str(step.row), phase, cliffs.OURS)
-        for step in cliff_rows.STEPS[_platform()]
+        for step in cliff_rows.STEPS[platform]
         for phase in PHASES
     }
     return len(wanted - known)
 
 
-def _of_choices(path: Path) -> int:
+def _of_choices(path: Path, platform: str) -> int:
     known = set()
     if path.exists():
         known = {(one.row, one.phase) for one in choices.read(path)[1]}
-    rows = choices.ROWS[_platform()][0 :: CHOICES_EVERY]
+    rows = choices.ROWS[platform][0 :: CHOICES_EVERY]
     return len({(str(row), phase) for row in rows for phase in PHASES} - known)
 
 
-def _of_cases(path: Path) -> int:
+def _of_cases(path: Path, _: str) -> int:
     """Of a file that is written in one go: whether it is there, of this commit."""
     try:
         told = json.loads(path.read_text())
@@ -119,8 +119,23 @@ def _of_cases(path: Path) -> int:
         return 1
 
 
-def _platform() -> str:
-    return "gpu" if ours.platform() == "gpu" else "cpu"
+# Prints where JAX computes.
+PROBE = "from benchmarks import ours; print(ours.platform()); print(ours.device_name())"
+
+
+def probed() -> tuple[str, str]:
+    """The platform and the name of the device, by a process of its own: what this one held on a GPU
+    would be another program's beside all that its commands time.
+    """
+    command = [sys.executable, "-c", PROBE]
+    try:
+        found = subprocess.run(
+            command, cwd=machine.ROOT, capture_output=True, text=True, check=True
+        )
+    except subprocess.CalledProcessError as error:
+        raise ResultsError(f"JAX finds no device: {error.stderr.strip()[-300:]}") from error
+    platform, name = found.stdout.strip().splitlines()[-2:]
+    return "gpu" if platform == "gpu" else "cpu", name
 
 
 STAGES = (
@@ -167,11 +182,11 @@ def _stopped(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def run_stage(stage: Stage, path: Path, end: float) -> tuple[int, bool]:
+def run_stage(stage: Stage, path: Path, platform: str, end: float) -> tuple[int, bool]:
     """Runs a stage until it lacks nothing or the time is up; the rows that it lacks then, and
     whether it was refused.
     """
-    lacking, refused = stage.lacking(path), False
+    lacking, refused = stage.lacking(path, platform), False
     for _ in range(MOST_STARTS):
         left = end - time.monotonic()
         if not lacking or left < SHORTEST_SECONDS:
@@ -179,7 +194,7 @@ def run_stage(stage: Stage, path: Path, end: float) -> tuple[int, bool]:
         print(f"\n## {stage.name}: {lacking} rows to measure, {left:.0f} s left", flush=True)
         command = command_of(stage, path, left - MARGIN_SECONDS)
         status = ran(command, left)
-        before, lacking = lacking, stage.lacking(path)
+        before, lacking = lacking, stage.lacking(path, platform)
         refused = status == REFUSED
         # It would be again.
         if refused or status in (0, 1) and lacking == before:
@@ -195,12 +210,13 @@ def main(_: Sequence[str]) -> int:
         )
     end = time.monotonic() + FLAGS.within_s
     folder = Path(FLAGS.folder).absolute()
-    card = tuning.table_name(ours.device_name())
+    platform, name = probed()
+    card = tuning.table_name(name)
     left_over, refusals = {}, []
     progress.show("")
     for stage in STAGES:
         path = stage.path(folder, card)
-        lacking, refused = run_stage(stage, path, end)
+        lacking, refused = run_stage(stage, path, platform, end)
         refusals += [stage.name] * refused
         if lacking:
             left_over[stage.name] = lacking

@@ -275,7 +275,8 @@ def stages(tmp_path, monkeypatch):
     """
     ran, dies, refused = [], [0], []
 
-    def lacking(path):
+    def lacking(path, platform="cpu"):
+        assert platform == "cpu"
         return int(path.read_text()) if path.exists() else 4
 
     def measured(command, seconds):
@@ -296,7 +297,7 @@ def stages(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(whole, "STAGES", made)
     monkeypatch.setattr(whole, "ran", measured)
-    monkeypatch.setattr(whole.ours, "device_name", lambda: "a card")
+    monkeypatch.setattr(whole, "probed", lambda: ("cpu", "a card"))
     return ran, dies, refused
 
 
@@ -329,19 +330,36 @@ def test_the_whole_report_goes_on_until_nothing_is_lacking(tmp_path, stages, cap
 
 
 def test_stages_know_what_their_files_lack(tmp_path, monkeypatch):
-    counts = [stage.lacking(stage.path(tmp_path, "a_card")) for stage in whole.STAGES]
+    counts = [stage.lacking(stage.path(tmp_path, "a_card"), "cpu") for stage in whole.STAGES]
     assert counts[2:4] == [1, 1] and min(counts) > 0
     path = tmp_path / "figures.json"
     path.write_text(json.dumps({"rows": [1], "commit": machine.commit()}))
-    assert whole._of_cases(path) == 0
+    assert whole._of_cases(path, "cpu") == 0
     path.write_text(json.dumps({"rows": [1], "commit": "another"}))
-    assert whole._of_cases(path) == 1
+    assert whole._of_cases(path, "cpu") == 1
     step = cliff_rows.STEPS["cpu"][0]
     reached = dataclasses.replace(row_of("ato_jax", 1.0), case=str(step.row))
     late = dataclasses.replace(untimed("ato_jax", results.NO_TIME_LEFT), case=str(step.row))
     for row, fewer in ((reached, 1), (late, 0)):
         results.write(path, results.json_text(Results(**NOTED, rows=[row])))
-        assert whole._of_cliffs(path) == counts[1] - fewer
+        assert whole._of_cliffs(path, "cpu") == counts[1] - fewer
+
+
+TOUCHES = """
+import jax
+from benchmarks import __main__ as entry, whole
+entry.parsed(["benchmarks", "whole", "--folder=/nowhere", "--within_s=1"])
+assert entry.main(["benchmarks", "whole"]) == whole.LACKING
+assert not jax._src.xla_bridge._backends, "a device was touched"
+"""
+
+
+def test_the_command_itself_holds_nothing_on_a_gpu():
+    """A child would see it as another program on its card, and mark all that it times."""
+    whole_of = [sys.executable, "-c", TOUCHES]
+    found = subprocess.run(whole_of, cwd=machine.ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert whole.probed()[0] == "cpu"
 
 
 def test_a_command_of_the_report_is_stopped_when_its_time_is_up():
