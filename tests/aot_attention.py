@@ -63,9 +63,11 @@ def main(call: Call) -> None:
     from ato_jax.ops.attention import mosaic_gpu
 
     rule = mosaic_gpu.default_config
-    mosaic_gpu._MosaicGpu.default_config = staticmethod(
+    by_call = staticmethod(
         lambda spec, device: dataclasses.replace(rule(spec, device), **call.config)
     )
+    mosaic_gpu._MosaicGpu.default_config = by_call
+    mosaic_gpu.default_config = by_call.__func__
     sharding = sharding_on_hopper()
 
     B, T, H, G, S = call.B, call.T, call.H, call.G or call.H, call.S or call.T
@@ -94,7 +96,9 @@ def main(call: Call) -> None:
         return pull(outputs)
 
     q, k = array(of_queries, call.dtype), array(of_keys, call.dtype)
-    arrays = {name: array(*of) for name, of in call.arrays.items()}
+    arrays: dict[str, Any] = {name: array(*of) for name, of in call.arrays.items()}
+    if call.dtype == "float8_e4m3fn":
+        arrays["scales"] = tuple(array(letters, "float32") for letters in ("BH", "BG", "BG"))
     function = with_gradients if call.gradients else forward
     compiled_on_hopper(function, sharding, (q, k, k, arrays))
 

@@ -18,8 +18,12 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
 
 from ato_jax import device
+from ato_jax.mosaic.assembly import element, instructions
 from ato_jax.mosaic.masks import kept
 from ato_jax.mosaic.tiles import (
     BF16,
@@ -81,3 +85,59 @@ def widen(block: Any, target: Any, count: Any = None, scale: Any = None) -> None
     x = load_eight_bits(block).astype(F32)
     x = x if scale is None else x * scale
     target[...] = kept(rounded(x, BF16), count)
+
+
+# Columns of 8 bits that a row of a product's first factor shares among 4 threads: each has 4 that
+# lie side by side. Of a tile of float32 each has two pairs of them.
+COLUMNS = 16
+
+
+def column_in_eight_bits(column: Any) -> Any:
+    """Which column of a tile `in_eight_bits` has at `column`: no thread gives an element away, so
+    they lie in another order, the same in every 16 columns."""
+    within = column % COLUMNS
+    own = within // 4 * 2 + within % 4 // 2 * 8 + within % 2
+    return column - within + own
+
+
+def in_eight_bits(x: jax.Array) -> jax.Array:
+    """A float32 tile in registers as a product's first factor of 8 bits, its columns in the order
+    of `column_in_eight_bits`: the rows of the second factor have to lie in the same."""
+    if device.interpreting():
+        order = column_in_eight_bits(np.arange(x.shape[1]))
+        return jnp.take(x, order, axis=1).astype(F8)
+    own = plgpu.ShapeDtypeStruct(x.shape, F8, layout=plgpu.Layout.WGMMA_8BIT)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=own)
+    def narrowed(_: Any, tile: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        four = ir.VectorType.get([4], ir.Float8E4M3FNType.get())
+        one = ir.VectorType.get([1], word)
+        pairs = tile.registers.reshape(x.shape[1] // 8, 2)
+        found = np.empty((x.shape[1] // COLUMNS, 2), object)
+        for (block, half), _ in np.ndenumerate(found):
+            of_four = pairs[2 * block, half], pairs[2 * block + 1, half]
+            operands = [element(pair, number) for pair in of_four for number in range(2)]
+            bits = instructions(_NARROW, "=r,f,f,f,f", operands, word)
+            vector = ir.Operation.create(
+                "vector.broadcast", results=[one], operands=[bits]
+            ).result
+            found[block, half] = ir.Operation.create(
+                "vector.bitcast", results=[four], operands=[vector]
+            ).result
+        layout = mgpu.WGMMA_LAYOUT_8BIT
+        return mgpu.FragmentedArray(
+            _registers=found.reshape(layout.registers_shape(x.shape)),
+            _layout=layout,
+            _is_signed=None,
+        )
+
+    return narrowed(x)
+
+
+_NARROW = """{
+.reg .b16 lower, upper;
+cvt.rn.satfinite.e4m3x2.f32 lower, $2, $1;
+cvt.rn.satfinite.e4m3x2.f32 upper, $4, $3;
+mov.b32 $0, {lower, upper};
+}"""

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any, Literal, NamedTuple, overload
 
@@ -13,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ato_jax import choosing, dispatch, shapes
+from ato_jax import checking, choosing, dispatch, shapes
 from ato_jax.ops import float8
+from ato_jax.ops.attention import reading
+from ato_jax.ops.attention.eight_bits import Float8Inputs
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.common import (
     Integers,
@@ -50,11 +53,12 @@ class Request(NamedTuple):
     """A call with its arguments checked: what `dispatch` needs, and the shape of the answer."""
 
     spec: AttentionSpec
-    inputs: Inputs
+    inputs: Any  # `Inputs`, or those of a backend that reads float8
     implementation: str | None
     batched: bool
     T: int
     out_dtype: str | None = None  # of a call on float8 arrays
+    op: Any = OP
 
 
 def prepare(
@@ -85,9 +89,10 @@ def prepare(
     implementation: str | None = None,
 ) -> Request:
     """Checks and binds every argument of `attention`; its ValueErrors come from here."""
-    (q, k, v), sizes, batched, out_dtype = float8.bind_qkv(
+    ((q, k, v), own_scales), sizes, batched, out_dtype = float8.bind(
         q, k, v, layout, scales, out_dtype
     )
+    dtype = str(q.dtype) if out_dtype is None else float8.wide_dtype(out_dtype)
     causal, return_lse = shapes.flag("causal", causal), shapes.flag("return_lse", return_lse)
     left, right = bounds(causal, window)
     q_lengths, kv_lengths, shared = bind_lengths(q_lengths, kv_lengths, sizes, batched)
@@ -120,7 +125,7 @@ def prepare(
         )
         sizes |= {"T": max(T, 1), "S": max(sizes["S"], 1)}
 
-    precision = precision_of(precision, str(q.dtype))
+    precision = precision_of(precision, dtype)
     if softcap is not None or sinks is not None:
         # A score rounded to TF32 moves a softcap's slope and a sink's weight: gradients by them
         # were 1.0e-3 to 3.5e-3 off on a card, beyond what TF32 is allowed.
@@ -132,7 +137,7 @@ def prepare(
 
     spec = AttentionSpec(
         **sizes,
-        dtype=str(q.dtype),
+        dtype=dtype,
         scale=shapes.static_number("scale", sizes["D"] ** -0.5 if scale is None else scale),
         layout=layout,
         left=left,
@@ -165,9 +170,28 @@ def prepare(
         query_offset,
         seed,
     )
-    if out_dtype is not None:
-        inputs = float8.forward_alone(inputs)
-    return Request(spec, inputs, implementation, batched, T, out_dtype)
+    request = Request(spec, inputs, implementation, batched, T, out_dtype)
+    return request if out_dtype is None else _of_float8(request, own_scales)
+
+
+def _of_float8(request: Request, scales: list[jax.Array]) -> Request:
+    """The request of a call on float8 arrays, which `request.inputs` holds as they are: of a
+    backend that reads them, or with the arrays widened."""
+    spec, inputs = request.spec, request.inputs
+    implementation, out_dtype = request.implementation, request.out_dtype
+    assert out_dtype is not None
+    OP.check_name(implementation)
+    read = Float8Inputs(inputs, *scales)
+    if not checking.checking() and reading.is_read(OP, spec, read, implementation):
+        return request._replace(
+            spec=dataclasses.replace(spec, eight_bits=True),
+            inputs=float8.forward_alone(read),
+            implementation=reading.BACKEND,
+            op=reading.OP,
+        )
+    heads = axes(spec.layout, "BTHD").index("H")
+    q, k, v = float8.widened(list(inputs[:3]), scales, heads, out_dtype)
+    return request._replace(inputs=float8.forward_alone(inputs._replace(q=q, k=k, v=v)))
 
 
 def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:
@@ -429,7 +453,7 @@ def attention(
         implementation=implementation,
     )
     spec = request.spec
-    out, lse, _ = dispatch.run(OP, spec, request.inputs, request.implementation)
+    out, lse, _ = dispatch.run(request.op, spec, request.inputs, request.implementation)
     if request.T < spec.T:
         time = axes(layout, "BTH").index("T")
         out, lse = (jax.lax.slice_in_dim(array, 0, request.T, axis=time) for array in (out, lse))

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax.backend import Parts
+from ato_jax.ops.attention.eight_bits import Float8Inputs
 from ato_jax.ops.attention.spec import Inputs, Outputs
 
 
-def letters_of_inputs(inputs: Inputs) -> Any:
+def letters_of_inputs(inputs: Inputs | Float8Inputs) -> Any:
     """Returns the tree of inputs with each array replaced by the letters of its axes."""
+    if isinstance(inputs, Float8Inputs):
+        return Float8Inputs(letters_of_inputs(inputs.arrays), "BH", "BG", "BG")  # type: ignore[arg-type]
 
     def of_pairs(array: Any) -> str:
         return "".join(
@@ -39,11 +42,13 @@ def for_any_backward(outputs: Outputs) -> Outputs:
     return outputs._replace(rest=None) if own else outputs
 
 
-def placed(inputs: Inputs, b: jax.Array, h: jax.Array) -> Inputs:
+def placed(inputs: Any, b: jax.Array, h: jax.Array) -> Any:
     """The inputs of a part of a call that begins at batch entry b and head h.
 
     Dropout hashes the positions in the whole call.
     """
+    if isinstance(inputs, Float8Inputs):
+        return inputs._replace(arrays=placed(inputs.arrays, b, h))
     if inputs.dropout_seed is None:
         return inputs
     start = jnp.stack([b, h, jnp.zeros_like(b), jnp.zeros_like(b)]).astype(jnp.uint32)

@@ -65,6 +65,7 @@ class Carried(NamedTuple):
     p: jax.Array
     rows: Rows
     acc: tuple[jax.Array, ...]
+    lasts: Any = None  # what they still are to be multiplied by, where sums of a step are fresh
 
 
 class Own(NamedTuple):
@@ -74,13 +75,23 @@ class Own(NamedTuple):
     number: Any
     first_row: Any
     hashes: Any  # of its queries, for dropout
+    unit: Any  # of its scores
 
 
 def forward(
-    spec: AttentionSpec, config: Config, inputs: Inputs
+    spec: AttentionSpec,
+    config: Config,
+    inputs: Inputs,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """out, lse up to a whole tile of queries, and where `keep_rest` what rounding took from out."""
+    """out, lse up to a whole tile of queries, and where `keep_rest` what rounding took from out.
+
+    `scales` are those of 8 bits: of scores and of values, [B, H] (`float8.py`, which also says how
+    v lies).
+    """
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    if scales is not None:
+        given["units"], given["v_scales"] = scales
     if inputs.sinks is not None:
         given["sinks"] = inputs.sinks
     if (bounds := limits_array(spec, inputs)) is not None:
@@ -104,7 +115,7 @@ def forward(
     parts = (MEMORY, memory), (consumer(config), consume)
     program = mosaic.Program(roles, storage_of(spec, config, planes), parts, bind)
     rows = (spec.T, spec.H) if spec.layout == "bthd" else (spec.H, spec.T)
-    of_out = jax.ShapeDtypeStruct((spec.B, *rows, spec.V), inputs.v.dtype)
+    of_out = jax.ShapeDtypeStruct((spec.B, *rows, spec.V), frame.dtype_of(spec))
     of_lse = jax.ShapeDtypeStruct(frame.lse_shape(spec, config), F32)
     out_types = of_out, of_lse, *([of_out] if spec.keep_rest else [])
     found = mosaic.launch(
@@ -197,7 +208,7 @@ def attend(walk: Walk, number: Any, item: Item) -> None:
     if walk.hashes is not None:
         at = item.batch, item.head, pl.ds(first_row, config.rows)
         hashes = mosaic.load(walk.hashes.at[at], OF_ROWS, optimized=False)  # [R]
-    mine = Own(item, number, first_row, hashes)
+    mine = Own(item, number, first_row, hashes, walk.unit(item))
     walk.own.queries.produced.wait()
     limits = walk.limits(item.batch)
     last_is_cut, others_are = visibility.cuts(spec, limits, config.keys)
@@ -237,14 +248,14 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
     )
     ids = ids_of(walk, mine, is_cut, slot)
     own.keys.consumed.arrive(slot)
-    rows = walk.softmax.start(config.rows)
+    rows = walk.softmax(mine.unit).start(config.rows)
     arrays = arrays_of_pairs(walk, mine, 0)
-    p, rows, _ = weights(walk, mine, is_cut, 0, rows, s, ids, arrays)
+    p, rows, lasts = weights(walk, mine, is_cut, 0, rows, s, ids, arrays)
     if walk.cleans:
         clean(walk, mine)
     widths = [spec.V // frame.values(spec).parts] * frame.values(spec).parts
     acc = tuple(mosaic.zeros(config.rows, width) for width in widths)
-    return Carried(mosaic.rounded(p, frame.dtype_of(spec)), rows, acc)
+    return Carried(rounded(walk, p), rows, acc, lasts if config.fresh else None)
 
 
 def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -> Carried:
@@ -280,8 +291,25 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
         under=under,
     )
     own.values.consumed.arrive(v_slot)
+    if config.fresh:
+        return Carried(rounded(walk, p), rows, with_earlier(carried, acc), lasts)
     scaled = tuple(part * mosaic.in_columns(lasts, part.shape[1]) for part in acc)
-    return Carried(mosaic.rounded(p, frame.dtype_of(walk.spec)), rows, scaled)
+    return Carried(rounded(walk, p), rows, scaled)
+
+
+def rounded(walk: Walk, p: jax.Array) -> jax.Array:
+    """Weights as the first factor of a product."""
+    if walk.spec.eight_bits:
+        return mosaic.in_eight_bits(p)
+    return mosaic.rounded(p, frame.dtype_of(walk.spec))
+
+
+def with_earlier(carried: Carried, fresh: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The sums of all steps, of those of the last one."""
+    return tuple(
+        earlier * mosaic.in_columns(carried.lasts, earlier.shape[1]) + own
+        for earlier, own in zip(carried.acc, fresh, strict=True)
+    )
 
 
 def await_values(walk: Walk, step: Any, slot: Any) -> None:
@@ -319,9 +347,11 @@ def clean(walk: Walk, mine: Own) -> None:
 
 
 def sums_of_values(walk: Walk, carried: Carried, slot: Any) -> list[Any]:
-    """acc + p v, for each part of v's columns."""
+    """acc + p v, for each part of v's columns; or p v alone."""
     v = frame.values(walk.spec).parts_of(walk.own.v.at[slot])
-    return [(acc, [(carried.p, part)]) for acc, part in zip(carried.acc, v, strict=True)]
+    v = [part.T for part in v] if walk.spec.eight_bits else v
+    starts = [mosaic.zeros(*acc.shape) if walk.config.fresh else acc for acc in carried.acc]
+    return [(start, [(carried.p, part)]) for start, part in zip(starts, v, strict=True)]
 
 
 def ids_of(walk: Walk, mine: Own, is_cut: bool, slot: Any) -> Ids | None:
@@ -349,10 +379,10 @@ def weights(
     rounded while products are in flight makes the assembler wait for them: it comes later."""
     spec, config = walk.spec, walk.config
     if spec.softcap is not None:
-        s = jnp.tanh(s * (spec.scale / spec.softcap))
+        s = jnp.tanh(s * (mine.unit / spec.softcap))
     bias, mask = arrays
     if bias is not None:
-        s = pairs.add(s * (spec.softcap or spec.scale), bias)  # natural units
+        s = pairs.add(s * (spec.softcap or mine.unit), bias)  # natural units
     if mask is not None:
         s = pairs.keep(s, mask)
     if is_cut:
@@ -360,7 +390,7 @@ def weights(
         kv_end = limits.kv_length if spec.kv_lengths or spec.S % config.keys else None
         first_key = mine.item.block(step) * config.keys
         s = visibility.hide(s, limits, mine.first_row, first_key, kv_end, ids)
-    p, rows, lasts = walk.softmax.update(rows, s)
+    p, rows, lasts = walk.softmax(mine.unit).update(rows, s)
     if mine.hashes is not None:
         hashes = mosaic.in_columns(mine.hashes, config.keys)
         first_key = mine.item.block(step) * config.keys
@@ -396,9 +426,12 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     slot = own.values.slot(item.before + item.steps - 1)
     await_values(walk, item.steps, slot)
     acc = mosaic.multiply(*sums_of_values(walk, carried, slot))
+    acc = with_earlier(carried, acc) if config.fresh else acc
     own.values.consumed.arrive(slot)
     sink = None if walk.sinks is None else walk.sinks[item.head]
-    factor, lse = walk.softmax.finish(carried.rows, sink)
+    factor, lse = walk.softmax(mine.unit).finish(carried.rows, sink)
+    if walk.v_scales is not None:
+        factor *= walk.v_scales[item.batch, item.head]
     if spec.dropout_rate:
         factor *= 1 / (1 - spec.dropout_rate)
     here = walk.limits(item.batch).q_length

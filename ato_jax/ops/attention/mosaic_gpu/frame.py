@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.device import SHARED_MEMORY
-from ato_jax.mosaic import HALF
+from ato_jax.mosaic import F8, HALF
 from ato_jax.ops.attention.spec import AttentionSpec
 
 # The copy engine takes tiles of 8 rows, of arrays whose rows are a multiple of 8.
@@ -58,6 +58,8 @@ class Config:
         multiply, the queries of a step, and their slots.
       dq_consumers, dq_keys, dq_stages: of the kernel for dq, likewise.
       dkv_hold, dkv_turns, dq_hold, dq_turns: `hold` and `turns` of these kernels.
+      fresh: whether a step's products with values have sums of their own, which are then added to
+        those of all steps: the tensor cores' sums of 8 bits have 14 bits or so, others 24.
     """
 
     consumers: int
@@ -79,6 +81,7 @@ class Config:
     dkv_turns: bool = False
     dq_hold: bool = True
     dq_turns: bool = False
+    fresh: bool = False
 
     @property
     def tile(self) -> int:
@@ -150,6 +153,18 @@ class Side:
             plgpu.copy_smem_to_gmem(mosaic.for_copy(own), target)
 
 
+@dataclasses.dataclass(frozen=True)
+class Across(Side):
+    """Rows of an array whose sequences lie along the last axis, [B, G, columns, length]: a product
+    of 8 bits contracts over what lies side by side. `length` is a multiple of a tile's rows."""
+
+    def tiles(self, slots: int, rows: int) -> Any:
+        return dataclasses.replace(self.tiling, width=rows).shared(slots, self.columns, rows)
+
+    def in_memory(self, ref: Any, batch: Any, head: Any, first: Any, rows: int) -> list[Any]:
+        return [ref.at[batch, head, :, pl.ds(first, rows)]]
+
+
 def products(a: list[Any], b: list[Any]) -> list[tuple[Any, Any]]:
     """Factors of a @ b.T by parts of columns; where only one side is in parts, the other is cut
     alike."""
@@ -178,15 +193,26 @@ def dtype_of(spec: AttentionSpec) -> Any:
     return jnp.dtype(spec.dtype).type
 
 
+def dtype_of_inputs(spec: AttentionSpec) -> Any:
+    return F8 if spec.eight_bits else dtype_of(spec)
+
+
+def whole_rows(spec: AttentionSpec, length: int) -> int:
+    """The rows that an array of a sequence has: those of 8 bits are padded to whole tiles."""
+    return length + -length % ROWS_OF_A_TILE if spec.eight_bits else length
+
+
 def queries(spec: AttentionSpec) -> Side:
-    return Side(spec.layout, spec.D, spec.T, dtype_of(spec))
+    return Side(spec.layout, spec.D, whole_rows(spec, spec.T), dtype_of_inputs(spec))
 
 
 def keys(spec: AttentionSpec) -> Side:
-    return Side(spec.layout, spec.D, spec.S, dtype_of(spec))
+    return Side(spec.layout, spec.D, whole_rows(spec, spec.S), dtype_of_inputs(spec))
 
 
 def values(spec: AttentionSpec) -> Side:
+    if spec.eight_bits:
+        return Across(spec.layout, spec.V, whole_rows(spec, spec.S), F8)
     return Side(spec.layout, spec.V, spec.S, dtype_of(spec))
 
 
@@ -196,9 +222,17 @@ def outputs(spec: AttentionSpec) -> Side:
 
 def shared_bytes(spec: AttentionSpec, config: Config) -> int:
     """How many bytes q, k, v, out and the barriers take in shared memory."""
-    elements = config.tile * (spec.D if spec.D == spec.V else spec.D + spec.V)
-    elements += config.stages * config.keys * (spec.D + spec.V)
-    return elements * jnp.dtype(spec.dtype).itemsize + BARRIER_BYTES
+    of_queries = config.tile * spec.D
+    of_keys = config.stages * config.keys * (spec.D + spec.V)
+    found = (of_queries + of_keys) * jnp.dtype(dtype_of_inputs(spec)).itemsize + BARRIER_BYTES
+    if has_own_outputs(spec):
+        found += config.tile * spec.V * jnp.dtype(spec.dtype).itemsize
+    return found
+
+
+def has_own_outputs(spec: AttentionSpec) -> bool:
+    """Whether out has no place in that of the queries."""
+    return spec.V != spec.D or spec.eight_bits
 
 
 def whole_tiles(spec: AttentionSpec, config: Config) -> int:

@@ -70,7 +70,7 @@ class Schedule:
     def group(self) -> int:
         """Query heads whose keys and values fit the cache together."""
         spec = self.spec
-        of_keys = spec.S * (spec.D + spec.V) * ITEM_BYTES
+        of_keys = spec.S * (spec.D + spec.V) * (1 if spec.eight_bits else ITEM_BYTES)
         return min(self.heads, max(1, frame.CACHE_BYTES // of_keys) * (spec.H // spec.G))
 
     @property

@@ -44,9 +44,14 @@ from ato_jax.mosaic import F32, OF_ROWS
 LOG2_E = math.log2(math.e)
 # Columns of a register tile; a thread has two of them, and sums up its own.
 COLUMNS = 8
+# Weights of 8 bits are multiplied by 2 to this: 448 is the largest number, 2^-9 the smallest.
+EXPONENT = 8
 # The initial m: finite, so that no infinities are subtracted in rows which have seen no key, and so
 # small that exp2(c m - c m') is 0 at the first one. It is minus 2 to this, or to less.
 FLOOR_EXPONENT = 120
+# That of scores of 8 bits, whose unit is known only when the kernel runs: no score is as low, and
+# no row has sums that would have to vanish.
+FLOOR_OF_EIGHT_BITS = -(2.0**30)
 
 
 class Rows(NamedTuple):
@@ -56,20 +61,25 @@ class Rows(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The softmax of scores s whose natural value is `unit` times s."""
+    """The softmax of scores s whose natural value is `unit` times s, a number or a scalar in the
+    kernel. Weights and their sum are multiplied by 2^shift."""
 
-    unit: float
+    unit: Any
     subtracts_first: bool = False
+    shift: int = 0
 
     @property
-    def c(self) -> float:
+    def c(self) -> Any:
         return self.unit * LOG2_E
 
     def start(self, rows: int) -> Rows:
         # A power of two, whose product with c is exact.
-        floor = -(2.0 ** (FLOOR_EXPONENT - max(0, math.ceil(math.log2(self.c)))))
         if self.subtracts_first:
             floor = float(jnp.finfo(F32).min)
+        elif isinstance(self.unit, jax.Array):
+            floor = FLOOR_OF_EIGHT_BITS
+        else:
+            floor = -(2.0 ** (FLOOR_EXPONENT - max(0, math.ceil(math.log2(self.c)))))
         m = plgpu.layout_cast(jnp.full((rows,), floor, F32), OF_ROWS)
         c_m = m if self.subtracts_first else self._rounded(m)
         return Rows(m, c_m, mosaic.zeros(rows, COLUMNS))
@@ -78,16 +88,20 @@ class Softmax(NamedTuple):
         """c m. Without the barrier it would become a part of multiply-adds, unrounded."""
         return lax.optimization_barrier(m * self.c)
 
+    def _shifted(self, exponent: jax.Array) -> jax.Array:
+        return exponent + self.shift if self.shift else exponent
+
     def update(self, rows: Rows, s: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
         """The weights, float32, the rows behind them, and what earlier sums are multiplied by."""
         m = jnp.maximum(rows.m, jnp.max(s, axis=1))
         if self.subtracts_first:
             c_m = m
-            p = jnp.exp2((s - mosaic.in_columns(m, s.shape[1])) * self.c)
+            p = jnp.exp2(self._shifted((s - mosaic.in_columns(m, s.shape[1])) * self.c))
             lasts = jnp.exp2((rows.m - m) * self.c)
         else:
             c_m = self._rounded(m)
-            p = jnp.exp2(s * self.c - mosaic.in_columns(c_m, s.shape[1]))
+            own = c_m - self.shift if self.shift else c_m
+            p = jnp.exp2(s * self.c - mosaic.in_columns(own, s.shape[1]))
             lasts = jnp.exp2(rows.c_m - c_m)
         total = rows.total * mosaic.in_columns(lasts, COLUMNS) + by_columns(p)
         return p, Rows(m, c_m, total), lasts
@@ -106,10 +120,11 @@ class Softmax(NamedTuple):
             sink = sink / to_natural
             m, largest = largest, jnp.maximum(largest, sink)
             lasts = jnp.exp2((m - largest) * to_log2)
-            total = total * lasts + jnp.exp2((sink - largest) * to_log2)
+            total = total * lasts + jnp.exp2(self._shifted((sink - largest) * to_log2))
             top = top * lasts
         factor = jnp.where(total > 0, top / total, 0.0)
-        return factor, largest * to_natural + jnp.log2(total) * math.log(2)
+        log2 = jnp.log2(total) - self.shift if self.shift else jnp.log2(total)
+        return factor, largest * to_natural + log2 * math.log(2)
 
 
 def by_columns(p: jax.Array) -> jax.Array:

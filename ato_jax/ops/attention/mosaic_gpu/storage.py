@@ -16,7 +16,7 @@ from ato_jax.mosaic import Array, Buffer, Ring, Role, Signal
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
-from ato_jax.ops.attention.mosaic_gpu.softmax import Softmax
+from ato_jax.ops.attention.mosaic_gpu.softmax import EXPONENT, Softmax
 from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges
 
 # The most registers of a consumer's thread: as many as each of two consumers gets.
@@ -38,9 +38,9 @@ def consumers_of(count: int) -> Role:
 class Storage(mosaic.Storage):
     q: Array  # [n, R, D], out behind it
     k: Array  # [stages, K, D]
-    v: Array  # [stages, K, V]
+    v: Array  # [stages, K, V]; of 8 bits [stages, V, K]
     k_ids: Array  # [stages, K] int32, with k
-    out: Array  # [n, R, V] where V is not D, else in the place of q
+    out: Array  # [n, R, V] where q has no place for it
     bias: Array  # [1 or 2, n, R, K] or [1 or 2, K]
     mask: Array  # as bias
     queries: Ring
@@ -62,7 +62,7 @@ def storage_of(spec: AttentionSpec, config: Config, planes: pairs.Planes) -> Sto
     if spec.segments:
         k_ids = Buffer(plgpu.SMEM((config.stages, config.keys), jnp.int32))
     out = None
-    if spec.V != spec.D:
+    if frame.has_own_outputs(spec):
         out = Buffer(frame.outputs(spec).tiles(config.consumers, config.rows))
     block = pairs.block_of(config)
     slots = planes.slots(block, frame.MOST_BYTES - frame.shared_bytes(spec, config))
@@ -80,7 +80,7 @@ def storage_of(spec: AttentionSpec, config: Config, planes: pairs.Planes) -> Sto
         keys=Ring.of(config.stages, (k, k_ids), readers),
         values=Ring.of(config.stages, (v,), readers),
         pairs=Ring.of(slots, (bias, mask), readers) if planes.in_ring else None,
-        cleaned=Signal(readers) if spec.kv_lengths else None,
+        cleaned=Signal(readers) if spec.kv_lengths and not spec.eight_bits else None,
     )
 
 
@@ -106,16 +106,22 @@ class Walk:
     bias: Any = None
     mask: Any = None
     hashes: Any = None  # [B, H, T up to whole tiles], for dropout
+    units: Any = None  # [B, H], what scores of 8 bits are multiplied by
+    v_scales: Any = None  # [B, H]
 
     @property
     def turns(self) -> mosaic.Turns:
         return mosaic.Turns(self.config.consumers, self.config.consumers + 1)
 
-    @property
-    def softmax(self) -> Softmax:
+    def unit(self, item: Any) -> Any:
+        """What scores are multiplied by."""
+        return self.spec.scale if self.units is None else self.units[item.batch, item.head]
+
+    def softmax(self, unit: Any) -> Softmax:
+        shift = EXPONENT if self.spec.eight_bits else 0
         if self.planes.bias is not None:
-            return Softmax(1.0, subtracts_first=True)
-        return Softmax(self.spec.softcap or self.spec.scale)
+            return Softmax(1.0, True, shift)
+        return Softmax(self.spec.softcap or unit, False, shift)
 
     def limits(self, batch: Any) -> Limits:
         return visibility.limits_of(self.spec, self.bounds, batch)
@@ -123,7 +129,7 @@ class Walk:
     @property
     def cleans(self) -> bool:
         """Whether values beyond the keys' end may be anything, NaN too."""
-        return self.spec.kv_lengths
+        return self.spec.kv_lengths and not self.spec.eight_bits
 
     def seen(self, batch: Any, first_row: Any, rows: int) -> Ranges:
         """The blocks that so many rows go through."""

@@ -1,0 +1,127 @@
+"""Calls on q, k and v of float8_e4m3fn, which the forward kernel multiplies as 8 bits.
+
+    s_ij  = q_i . k_j                           of values of 8 bits, without their scales
+    p_ij  = 2^8 exp2(c s_ij - c m_i)            rounded to 8 bits as a factor; c has q's and k's scale
+    out_i = v_scale acc_i / total_i
+
+A product of 8 bits contracts over what lies side by side in both factors, so v comes with its
+sequences along the last axis, [B, G, V, S]. Weights stay in registers. There a thread has other
+columns of a sum of float32 than of a factor of 8 bits, so the keys of v lie in the order that
+weights have as a factor, which is the same in every 16 of them (`mosaic.column_in_eight_bits`).
+Both is one transposition by XLA ahead of the kernel, which also pads v to whole blocks, and sets it
+to 0 beyond the keys' end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ato_jax import mosaic
+from ato_jax.backend import Backend, Residuals
+from ato_jax.device import Device
+from ato_jax.ops.attention import mosaic_gpu
+from ato_jax.ops.attention.eight_bits import Float8Inputs
+from ato_jax.ops.attention.mosaic_gpu.forward import forward as run_kernel
+from ato_jax.ops.attention.mosaic_gpu import frame
+from ato_jax.ops.attention.mosaic_gpu.frame import Config
+from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+
+NO_DERIVATIVE = "float8 inputs have no derivative"
+# WGMMA's contractions come in 32 elements of 8 bits.
+HEAD_MULTIPLE = 32
+# A unit of scores is kept between these: times the lowest score it is finite, and above 0.
+LEAST_UNIT, LARGEST_UNIT = 1e-30, 1e25
+
+
+def unsupported(spec: AttentionSpec, phase: str) -> str | None:
+    if phase == "backward":
+        return NO_DERIVATIVE
+    if spec.dtype != "bfloat16":
+        return f"reads float8 for an output in bfloat16, and not in {spec.dtype}"
+    if spec.D % HEAD_MULTIPLE or spec.V % frame.HEAD_MULTIPLE:
+        return (
+            f"reads float8 where D is a multiple of {HEAD_MULTIPLE} and V of "
+            f"{frame.HEAD_MULTIPLE}, got D={spec.D}, V={spec.V}"
+        )
+    return mosaic_gpu.unsupported(dataclasses.replace(spec, eight_bits=True), phase)
+
+
+def default_config(spec: AttentionSpec, device: Device) -> Config:
+    return mosaic_gpu.default_config(dataclasses.replace(spec, eight_bits=True), device)
+
+
+def forward(spec: AttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
+    heads = spec.H // spec.G
+    units = inputs.q_scale * jnp.repeat(inputs.k_scale, heads, axis=1) * spec.scale
+    units = jnp.clip(units, LEAST_UNIT, LARGEST_UNIT)
+    given = inputs.arrays
+    time = 1 if spec.layout == "bthd" else 2
+    given = given._replace(
+        q=_padded(given.q, time, frame.ROWS_OF_A_TILE),
+        k=_padded(given.k, time, frame.ROWS_OF_A_TILE),
+        v=values_across(spec, config, given),
+    )
+    scales = units, jnp.repeat(inputs.v_scale, heads, axis=1)
+    out, lse = run_kernel(spec, config, given, scales)
+    if lse.shape[time] != spec.T:
+        lse = lax.slice_in_dim(lse, 0, spec.T, axis=time)
+    return Outputs(out, lse)
+
+
+def values_across(spec: AttentionSpec, config: Config, inputs: Inputs) -> jax.Array:
+    """v [B, G, V, S up to whole blocks], the keys in the order of weights as a factor."""
+    # As integers: XLA would compute on 8 bits of floats in float16.
+    v = lax.bitcast_convert_type(inputs.v, jnp.uint8)
+    time = 1 if spec.layout == "bthd" else 2
+    if inputs.kv_lengths is not None:
+        shape = [1] * v.ndim
+        shape[time] = spec.S
+        key = jnp.arange(spec.S, dtype=jnp.int32).reshape(shape)
+        ends = inputs.kv_lengths.reshape(-1, 1, 1, 1)
+        v = jnp.where(key < ends, v, np.uint8(0))
+    v = _padded(v, time, config.keys)
+    # 16 keys [2, 4, 2]: a thread has two of each half.
+    blocks = v.shape[time] // 16
+    if time == 1:
+        v = v.reshape(spec.B, blocks, 2, 4, 2, spec.G, spec.V)
+        v = v.transpose(0, 5, 6, 1, 3, 2, 4)
+    else:
+        v = v.reshape(spec.B, spec.G, blocks, 2, 4, 2, spec.V)
+        v = v.transpose(0, 1, 6, 2, 4, 3, 5)
+    v = v.reshape(spec.B, spec.G, spec.V, blocks * 16)
+    return lax.bitcast_convert_type(v, mosaic.F8)
+
+
+def _padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
+    """Zeros behind the end of an axis, up to a multiple."""
+    missing = -array.shape[axis] % multiple
+    if not missing:
+        return array
+    widths = [(0, missing if at == axis else 0) for at in range(array.ndim)]
+    return jnp.pad(array, widths)
+
+
+def backward(
+    spec: AttentionSpec,
+    config: Config,
+    residuals: Residuals[Float8Inputs, Outputs],
+    cotangents: Outputs,
+) -> Float8Inputs:
+    raise NotImplementedError(NO_DERIVATIVE)
+
+
+class _Float8(Backend[AttentionSpec, Config, Float8Inputs, Outputs]):
+    unsupported = staticmethod(unsupported)
+    default_config = staticmethod(default_config)
+    forward = staticmethod(forward)
+    backward = staticmethod(backward)
+    unsupported_device = staticmethod(mosaic_gpu.unsupported_device)
+    beats_later_backends = staticmethod(mosaic_gpu.beats_later_backends)
+
+
+BACKEND = _Float8()
