@@ -21,10 +21,10 @@ from ato_jax.mosaic.assembly import in_bf16_parts as in_bf16_parts
 from ato_jax.mosaic.assembly import in_two_parts as in_two_parts
 from ato_jax.mosaic.assembly import plus_zero as plus_zero
 from ato_jax.mosaic.eight_bits import F8 as F8
-from ato_jax.mosaic.eight_bits import column_in_eight_bits as column_in_eight_bits
 from ato_jax.mosaic.eight_bits import copy_eight_bits as copy_eight_bits
 from ato_jax.mosaic.eight_bits import eight_bits as eight_bits
 from ato_jax.mosaic.eight_bits import in_eight_bits as in_eight_bits
+from ato_jax.mosaic.eight_bits import in_order_of_eight_bits as in_order_of_eight_bits
 from ato_jax.mosaic.eight_bits import load_eight_bits as load_eight_bits
 from ato_jax.mosaic.eight_bits import load_eight_bits_transposed as load_eight_bits_transposed
 from ato_jax.mosaic.eight_bits import scaled as scaled

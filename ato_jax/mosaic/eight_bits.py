@@ -92,20 +92,20 @@ def widen(block: Any, target: Any, count: Any = None, scale: Any = None) -> None
 COLUMNS = 16
 
 
-def column_in_eight_bits(column: Any) -> Any:
-    """Which column of a tile `in_eight_bits` has at `column`: no thread gives an element away, so
-    they lie in another order, the same in every 16 columns."""
-    within = column % COLUMNS
-    own = within // 4 * 2 + within % 4 // 2 * 8 + within % 2
-    return column - within + own
+def in_order_of_eight_bits(x: jax.Array, axis: int) -> jax.Array:
+    """x with an axis in the order that `in_eight_bits` gives to columns. No thread gives an element
+    away there, so they lie in another order than in a tile, the same in every 16 of them."""
+    axis %= x.ndim
+    ahead, behind = x.shape[:axis], x.shape[axis + 1 :]
+    blocks = x.reshape(*ahead, -1, 2, 4, 2, *behind)
+    return jnp.swapaxes(blocks, axis + 1, axis + 2).reshape(x.shape)
 
 
 def in_eight_bits(x: jax.Array) -> jax.Array:
     """A float32 tile in registers as a product's first factor of 8 bits, its columns in the order
-    of `column_in_eight_bits`: the rows of the second factor have to lie in the same."""
+    of `in_order_of_eight_bits`: the rows of the second factor have to lie in the same."""
     if device.interpreting():
-        order = column_in_eight_bits(np.arange(x.shape[1]))
-        return jnp.take(x, order, axis=1).astype(F8)
+        return in_order_of_eight_bits(x, 1).astype(F8)
     own = plgpu.ShapeDtypeStruct(x.shape, F8, layout=plgpu.Layout.WGMMA_8BIT)
 
     @plgpu.inline_mgpu(arg_types=(TILE,), return_type=own)

@@ -7,7 +7,7 @@
 A product of 8 bits contracts over what lies side by side in both factors, so v comes with its
 sequences along the last axis, [B, G, V, S]. Weights stay in registers. There a thread has other
 columns of a sum of float32 than of a factor of 8 bits, so the keys of v lie in the order that
-weights have as a factor, which is the same in every 16 of them (`mosaic.column_in_eight_bits`).
+weights have as a factor, which is the same in every 16 of them (`mosaic.in_order_of_eight_bits`).
 Both is one transposition by XLA ahead of the kernel, which also pads v to whole blocks, and sets it
 to 0 beyond the keys' end.
 """
@@ -85,15 +85,8 @@ def values_across(spec: AttentionSpec, config: Config, inputs: Inputs) -> jax.Ar
         ends = inputs.kv_lengths.reshape(-1, 1, 1, 1)
         v = jnp.where(key < ends, v, np.uint8(0))
     v = _padded(v, time, config.keys)
-    # 16 keys [2, 4, 2]: a thread has two of each half.
-    blocks = v.shape[time] // 16
-    if time == 1:
-        v = v.reshape(spec.B, blocks, 2, 4, 2, spec.G, spec.V)
-        v = v.transpose(0, 5, 6, 1, 3, 2, 4)
-    else:
-        v = v.reshape(spec.B, spec.G, blocks, 2, 4, 2, spec.V)
-        v = v.transpose(0, 1, 6, 2, 4, 3, 5)
-    v = v.reshape(spec.B, spec.G, spec.V, blocks * 16)
+    v = mosaic.in_order_of_eight_bits(v, time)
+    v = v.transpose((0, 2, 3, 1) if time == 1 else (0, 1, 3, 2))
     return lax.bitcast_convert_type(v, mosaic.F8)
 
 
