@@ -19,6 +19,7 @@ import numpy as np
 import ato_jax
 from ato_jax import choosing
 from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.attention import reading as attention_reading
 from ato_jax.ops.delta_rule import api as delta_rule_api
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from ato_jax.ops.linear_attention import reading
@@ -297,7 +298,30 @@ def _gated_delta_rule() -> Iterator[Row]:
     yield row("lengths, D = V = 128", {"D": 128, "V": 128}, lengths=np.array([20, 32]))
 
 
-def _float8() -> Iterator[Row]:
+def _attention_of_float8() -> Iterator[Row]:
+    """Calls of softmax attention on float8 arrays, by their calls on bfloat16 arrays."""
+    for D in (32, 48, 64, 80, 96, 128, 192, 256, 272):
+        yield Row(f"D = V = {D}", {"D": D, "V": D, "T": 64})
+    wide = {"D": 128, "V": 128, "T": 64}
+    yield Row("D = 128, V = 80", wide | {"V": 80})
+    yield Row("D = V = 128, H = 4 G, T = 64, S = 72", wide | {"H": 8, "S": 72})
+    yield Row("D = V = 128, T = 101", wide | {"T": 101})
+    yield Row("D = V = 96, T = 101", wide | {"D": 96, "V": 96, "T": 101})
+    kinds: dict[str, Any] = {
+        "causal, window": _always(causal=True, window=(9, None)),
+        "lengths": _always(q_lengths=np.array([20, 32]), kv_lengths=np.array([20, 32])),
+        "segment_ids": lambda sizes: {"segment_ids": ids(sizes, "T")},
+        "bias, mask [1, H, T, S]": lambda sizes: {
+            "bias": jnp.ones((1, sizes["H"], sizes["T"], sizes["S"])),
+            "mask": jnp.ones((1, sizes["H"], sizes["T"], sizes["S"]), bool),
+        },
+        "softcap, sinks": lambda sizes: {"softcap": 3.0, "sinks": jnp.zeros(sizes["H"])},
+    }
+    for feature, options in kinds.items():
+        yield Row(f"D = V = 128, {feature}", wide, options)
+
+
+def _linear_attention_of_float8() -> Iterator[Row]:
     """Calls of linear attention on float8 arrays, by their calls on bfloat16 arrays."""
     for D in (64, 80, 96, 112, 128, 192):
         yield Row(f"D = V = {D}", {"D": D, "V": D, "T": 64})
@@ -321,6 +345,10 @@ def _float8() -> Iterator[Row]:
     yield Row("D = V = 64, causal", wide | {"D": 64, "V": 64}, _always(causal=True))
 
 
+FLOAT8 = {
+    "attention": (attention_reading, [*_attention_of_float8()]),
+    "linear_attention": (reading, [*_linear_attention_of_float8()]),
+}
 ROWS = {
     "attention": [*_shared(), *_attention()],
     "linear_attention": [*_shared(), *_linear_attention()],
@@ -372,14 +400,14 @@ def reasons(op: str, row: Row) -> dict[str, dict[str, str | None]]:
     return found
 
 
-def reasons_against_eight_bits() -> dict[str, str | None]:
-    """By feature, why a call of linear attention on float8 arrays is widened; None where kernels
-    read 8 bits."""
+def reasons_against_eight_bits(op: str) -> dict[str, str | None]:
+    """By feature, why a call on float8 arrays is widened; None where kernels read 8 bits."""
+    reads, rows = FLOAT8[op]
     found = {}
-    for row in _float8():
+    for row in rows:
         arrays, options = arguments(row)
-        spec = linear_attention_api.prepare(*arrays, **options).spec
-        found[row.feature] = reading.OP.backend(reading.BACKEND).unsupported(spec, "forward")
+        spec = APIS[op].prepare(*arrays, **options).spec
+        found[row.feature] = reads.OP.backend(reads.BACKEND).unsupported(spec, "forward")
     return found
 
 
@@ -405,9 +433,10 @@ def golden() -> str:
             for feature, found in table.items():
                 for reason in dict.fromkeys(filter(None, found[name].values())):
                     lines.append(f"{op}, {name}, {feature}: {reason}")
-    lines += ["", "linear_attention of float8_e4m3fn"]
-    for feature, reason in reasons_against_eight_bits().items():
-        lines.append(f"{feature}: {'8 bits' if reason is None else f'widened: {reason}'}")
+    for op in FLOAT8:
+        lines += ["", f"{op} of float8_e4m3fn"]
+        for feature, reason in reasons_against_eight_bits(op).items():
+            lines.append(f"{feature}: {'8 bits' if reason is None else f'widened: {reason}'}")
     return "\n".join(lines) + "\n"
 
 
@@ -436,12 +465,13 @@ def table() -> str:
         for cells, features in together.items():
             parts.append(f"| {'; '.join(_widths(features))} | " + " | ".join(cells) + " |")
         parts.append("")
-    against = reasons_against_eight_bits()
-    parts += ["| `linear_attention` of float8_e4m3fn, forward | `mosaic_gpu` |", "|---|---|"]
-    for told, is_read in (("reads 8 bits", True), ("widened first", False)):
-        features = [feature for feature, reason in against.items() if (reason is None) == is_read]
-        parts.append(f"| {'; '.join(features)} | {told} |")
-    parts.append("")
+    for op in FLOAT8:
+        against = reasons_against_eight_bits(op)
+        parts += [f"| `{op}` of float8_e4m3fn, forward | `mosaic_gpu` |", "|---|---|"]
+        for told, is_read in (("reads 8 bits", True), ("widened first", False)):
+            features = [name for name, reason in against.items() if (reason is None) == is_read]
+            parts.append(f"| {'; '.join(features)} | {told} |")
+        parts.append("")
     return "\n".join(parts)
 
 

@@ -1,7 +1,7 @@
 """Calls on q, k and v of float8_e4m3fn, which the forward kernel multiplies as 8 bits.
 
     s_ij  = q_i . k_j                           of values of 8 bits, without their scales
-    p_ij  = 2^8 exp2(c s_ij - c m_i)            rounded to 8 bits as a factor; c has q's and k's scale
+    p_ij  = 2^8 exp2(c s_ij - c m_i)            rounded to 8 bits; c has the scales of q and k
     out_i = v_scale acc_i / total_i
 
 A product of 8 bits contracts over what lies side by side in both factors, so v comes with its
@@ -26,8 +26,8 @@ from ato_jax.backend import Backend, Residuals
 from ato_jax.device import Device
 from ato_jax.ops.attention import mosaic_gpu
 from ato_jax.ops.attention.eight_bits import Float8Inputs
-from ato_jax.ops.attention.mosaic_gpu.forward import forward as run_kernel
 from ato_jax.ops.attention.mosaic_gpu import frame
+from ato_jax.ops.attention.mosaic_gpu.forward import forward as run_kernel
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 
