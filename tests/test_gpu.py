@@ -280,6 +280,48 @@ def test_gradients_of_few_sinks_by_mosaic_gpu(dtype: str, D: int, H: int, causal
         check("attention", *qkv, implementation="mosaic_gpu", **options)
 
 
+# Sizes of a call on float8 arrays, and its options: (T, S, H, G, D), of two sequences.
+CALLS_OF_FLOAT8: list[tuple[tuple[int, int, int, int, int], dict[str, Any]]] = [
+    ((2048, 2048, 2, 2, 128), {}),
+    ((2048, 2048, 4, 1, 64), {"causal": True, "layout": "bhtd"}),
+    ((1024, 2048, 2, 2, 256), {"causal": True}),
+    ((1003, 1301, 4, 2, 64), {"causal": True, "kv_lengths": np.array([1301, 700])}),
+    ((777, 777, 2, 2, 128), {"window": (300, 5), "softcap": 8.0, "sinks": np.array([0.5, -1.0])}),
+    ((1024, 1024, 2, 2, 96), {"segment_ids": np.arange(1024)[None].repeat(2, 0) // 300}),
+]
+
+
+@of_mosaic_attention
+@pytest.mark.parametrize(("sizes", "options"), CALLS_OF_FLOAT8)
+def test_attention_of_float8_by_mosaic_gpu(
+    sizes: tuple[int, int, int, int, int], options: dict[str, Any]
+) -> None:
+    """8 bits as the kernel multiplies them, beside float32 arrays of the same values by XLA; twice
+    the same."""
+    needs_hopper()
+    T, S, H, G, D = sizes
+    layout = options.get("layout", "bthd")
+    values, scales, wide = [], [], []
+    for seed, (length, heads, factor) in enumerate(((T, H, 1.1), (S, G, 0.9), (S, G, 1.7))):
+        shape = (2, length, heads, D) if layout == "bthd" else (2, heads, length, D)
+        time = layout.index("t")
+        found, scale = ato_jax.quantize(jax.random.normal(jax.random.key(seed), shape), (time, 3))
+        values.append(found)
+        scales.append(scale * factor)
+        wide.append(found.astype(jnp.float32) * jnp.expand_dims(scale * factor, (time, 3)))
+    own: dict[str, Any] = {"implementation": "mosaic_gpu", "return_lse": True, **options}
+    explained = ato_jax.explain("attention", *values, scales=scales, **own)
+    assert explained.implementation == "mosaic_gpu.float8"
+    (out, lse), again = (ato_jax.attention(*values, scales=scales, **own) for _ in range(2))
+    assert (out == again[0]).all() and jnp.array_equal(lse, again[1])
+    exact, exact_lse = ato_jax.attention(*wide, **own | {"implementation": "xla"})
+    error = jnp.linalg.norm(out.astype(jnp.float32) - exact) / jnp.linalg.norm(exact)
+    assert error < 3e-2
+    seen = jnp.isfinite(exact_lse)
+    assert (jnp.isfinite(lse) == seen).all()
+    assert jnp.abs(jnp.where(seen, lse - exact_lse, 0)).max() < 1e-4
+
+
 # float32, float32 by TF32, and what takes half of the bytes.
 PRECISIONS = [(dtype, None) for dtype in DTYPES] + [("float32", "tf32")]
 
