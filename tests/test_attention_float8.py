@@ -62,7 +62,14 @@ def error(actual: Any, exact: Any) -> float:
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "D64, causal, a group": ((200, 200, 2, 1, 64, 64), {}, {"causal": True}),
     "D128": ((130, 264, 1, 1, 128, 128), {"keys": 128}, {"layout": "bhtd"}),
-    "D128, no fresh sums": ((72, 200, 1, 1, 128, 128), {"fresh": False}, {}),
+    "D128, fresh sums": (
+        (72, 200, 1, 1, 128, 128), {"fresh": True, "steps_of_sums": 0}, {}
+    ),
+    "D64, sums aside": ((72, 400, 1, 1, 64, 64), {"steps_of_sums": 2}, {}),
+    "odd, sums aside": (
+        (75, 400, 1, 1, 128, 128), {"steps_of_sums": 2},
+        {"bias": np.linspace(-3, 3, 400, dtype=np.float32)[None, None, None]},
+    ),
     "D256, sinks": (
         (72, 130, 1, 1, 256, 256), {"keys": 128}, {"sinks": jnp.array([0.3]), "scale": 0.2}
     ),

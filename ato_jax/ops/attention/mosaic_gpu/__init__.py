@@ -80,7 +80,7 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     plain = spec.left is None and spec.softcap is None and not (spec.segments or lengths)
     plain = plain and spec.bias is None and spec.mask is None and not spec.dropout_rate
     plain = plain and not sums_by_query(spec)
-    most = 3 if widest <= 64 and not spec.eight_bits else 2
+    most = 3 if widest <= 64 else 2
     fill = functools.partial(_filling, most, device.multiprocessors)
     of_queries, of_keys = fill(spec.T, spec.B * spec.H), fill(spec.S, spec.B * spec.G)
     few_keys = two_planes or (widest > 128 and not spec.eight_bits)
@@ -96,7 +96,7 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
         dq_keys=128 if 64 < widest <= 128 and plain else 64,
         dq_hold=widest > 64,
         dq_turns=widest > 128 and of_queries > 1,
-        fresh=spec.eight_bits and widest <= 128,
+        steps_of_sums=8 if spec.eight_bits else 0,
     )
     return config if _fits(spec, config) else dataclasses.replace(config, stages=1)
 

@@ -66,6 +66,7 @@ class Carried(NamedTuple):
     rows: Rows
     acc: tuple[jax.Array, ...]
     lasts: Any = None  # what they still are to be multiplied by, where sums of a step are fresh
+    base: Any = None  # c_m of the sums that wait in out's place, if any do
 
 
 class Own(NamedTuple):
@@ -255,7 +256,12 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
         clean(walk, mine)
     widths = [spec.V // frame.values(spec).parts] * frame.values(spec).parts
     acc = tuple(mosaic.zeros(config.rows, width) for width in widths)
-    return Carried(rounded(walk, p), rows, acc, lasts if config.fresh else None)
+    base = None
+    if config.steps_of_sums:
+        base = rows.c_m
+        for part, total in frame.alike(tiles_of_sums(walk, mine), list(acc)):
+            part[...] = mosaic.rounded(total, part.dtype)
+    return Carried(rounded(walk, p), rows, acc, lasts if config.fresh else None, base)
 
 
 def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -> Carried:
@@ -294,7 +300,43 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
     if config.fresh:
         return Carried(rounded(walk, p), rows, with_earlier(carried, acc), lasts)
     scaled = tuple(part * mosaic.in_columns(lasts, part.shape[1]) for part in acc)
-    return Carried(rounded(walk, p), rows, scaled)
+    if not config.steps_of_sums:
+        return Carried(rounded(walk, p), rows, scaled)
+    scaled, base = lax.cond(
+        lax.rem(step, config.steps_of_sums) == 0,
+        functools.partial(set_aside, walk, mine, rows.c_m),
+        lambda *sums: sums,
+        scaled,
+        carried.base,
+    )
+    return Carried(rounded(walk, p), rows, scaled, base=base)
+
+
+def tiles_of_sums(walk: Walk, mine: Own) -> list[Any]:
+    """Out's place, which has the sums of earlier steps until then."""
+    return frame.outputs(walk.spec).parts_of(walk.own.out.at[mine.number])
+
+
+def set_aside(
+    walk: Walk, mine: Own, c_m: jax.Array, acc: tuple[jax.Array, ...], base: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Adds acc to the sums of earlier steps, and starts anew."""
+    plgpu.commit_smem()
+    found = with_sums_aside(walk, mine, c_m, acc, base)
+    for part, total in frame.alike(tiles_of_sums(walk, mine), list(found)):
+        part[...] = mosaic.rounded(total, part.dtype)
+    return tuple(mosaic.zeros(*total.shape) for total in acc), c_m
+
+
+def with_sums_aside(
+    walk: Walk, mine: Own, c_m: jax.Array, acc: tuple[jax.Array, ...], base: jax.Array
+) -> tuple[jax.Array, ...]:
+    factor = walk.softmax(mine.unit).lasts(base, c_m)
+    found = []
+    for part, total in frame.alike(tiles_of_sums(walk, mine), list(acc)):
+        earlier = mosaic.load(part).astype(F32)
+        found.append(total + earlier * mosaic.in_columns(factor, total.shape[1]))
+    return tuple(found)
 
 
 def rounded(walk: Walk, p: jax.Array) -> jax.Array:
@@ -427,6 +469,9 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     await_values(walk, item.steps, slot)
     acc = mosaic.multiply(*sums_of_values(walk, carried, slot))
     acc = with_earlier(carried, acc) if config.fresh else acc
+    if config.steps_of_sums:
+        plgpu.commit_smem()
+        acc = with_sums_aside(walk, mine, carried.rows.c_m, acc, carried.base)
     own.values.consumed.arrive(slot)
     sink = None if walk.sinks is None else walk.sinks[item.head]
     factor, lse = walk.softmax(mine.unit).finish(carried.rows, sink)

@@ -91,6 +91,11 @@ class Softmax(NamedTuple):
     def _shifted(self, exponent: jax.Array) -> jax.Array:
         return exponent + self.shift if self.shift else exponent
 
+    def lasts(self, earlier: jax.Array, c_m: jax.Array) -> jax.Array:
+        """What sums of one c_m are multiplied by for another."""
+        difference = earlier - c_m
+        return jnp.exp2(difference * self.c if self.subtracts_first else difference)
+
     def update(self, rows: Rows, s: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
         """The weights, float32, the rows behind them, and what earlier sums are multiplied by."""
         m = jnp.maximum(rows.m, jnp.max(s, axis=1))
