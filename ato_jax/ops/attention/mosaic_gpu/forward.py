@@ -259,8 +259,8 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
     base = None
     if config.steps_of_sums:
         base = rows.c_m
-        for part, total in frame.alike(tiles_of_sums(walk, mine), list(acc)):
-            part[...] = mosaic.rounded(total, part.dtype)
+        for tile, total in tiles_of_sums(walk, mine, acc):
+            tile[...] = mosaic.rounded(total, tile.dtype)
     return Carried(rounded(walk, p), rows, acc, lasts if config.fresh else None, base)
 
 
@@ -312,31 +312,30 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
     return Carried(rounded(walk, p), rows, scaled, base=base)
 
 
-def tiles_of_sums(walk: Walk, mine: Own) -> list[Any]:
-    """Out's place, which has the sums of earlier steps until then."""
-    return frame.outputs(walk.spec).parts_of(walk.own.out.at[mine.number])
+def tiles_of_sums(walk: Walk, mine: Own, acc: tuple[jax.Array, ...]) -> list[Any]:
+    """Pairs of a tile in out's place, which has the sums of earlier steps until then, and of those
+    of acc: of 64 columns where that is possible, since registers are few."""
+    tiles = frame.outputs(walk.spec).parts_of(walk.own.out.at[mine.number])
+    if len(tiles) == 1 and walk.spec.V % mosaic.HALF == 0:
+        columns = range(0, walk.spec.V, mosaic.HALF)
+        tiles = [tiles[0].at[:, pl.ds(first, mosaic.HALF)] for first in columns]
+    return frame.alike(tiles, list(acc))
 
 
 def set_aside(
     walk: Walk, mine: Own, c_m: jax.Array, acc: tuple[jax.Array, ...], base: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Adds acc to the sums of earlier steps, and starts anew."""
-    plgpu.commit_smem()
-    found = with_sums_aside(walk, mine, c_m, acc, base)
-    for part, total in frame.alike(tiles_of_sums(walk, mine), list(found)):
-        part[...] = mosaic.rounded(total, part.dtype)
+    plgpu.commit_smem()  # the sums of earlier steps, ahead of the loads, which cross threads
+    factor = walk.softmax(mine.unit).lasts(base, c_m)
+    for tile, total in tiles_of_sums(walk, mine, acc):
+        tile[...] = mosaic.rounded(with_sums_aside(tile, total, factor), tile.dtype)
     return tuple(mosaic.zeros(*total.shape) for total in acc), c_m
 
 
-def with_sums_aside(
-    walk: Walk, mine: Own, c_m: jax.Array, acc: tuple[jax.Array, ...], base: jax.Array
-) -> tuple[jax.Array, ...]:
-    factor = walk.softmax(mine.unit).lasts(base, c_m)
-    found = []
-    for part, total in frame.alike(tiles_of_sums(walk, mine), list(acc)):
-        earlier = mosaic.load(part).astype(F32)
-        found.append(total + earlier * mosaic.in_columns(factor, total.shape[1]))
-    return tuple(found)
+def with_sums_aside(tile: Any, total: jax.Array, factor: jax.Array) -> jax.Array:
+    earlier = mosaic.load(tile).astype(F32)
+    return total + earlier * mosaic.in_columns(factor, total.shape[1])
 
 
 def rounded(walk: Walk, p: jax.Array) -> jax.Array:
@@ -471,7 +470,9 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     acc = with_earlier(carried, acc) if config.fresh else acc
     if config.steps_of_sums:
         plgpu.commit_smem()
-        acc = with_sums_aside(walk, mine, carried.rows.c_m, acc, carried.base)
+        factor = walk.softmax(mine.unit).lasts(carried.base, carried.rows.c_m)
+        both = tiles_of_sums(walk, mine, acc)
+        acc = tuple(with_sums_aside(tile, total, factor) for tile, total in both)
     own.values.consumed.arrive(slot)
     sink = None if walk.sinks is None else walk.sinks[item.head]
     factor, lse = walk.softmax(mine.unit).finish(carried.rows, sink)
