@@ -391,7 +391,8 @@ def attention(
         mask stay [B, H, T, S].
       scales: (q_scale [B, H], k_scale [B, G], v_scale [B, G]), float32, for q, k and v of
         float8_e4m3fn, and only for these: q stands for q * q_scale. `ato_jax.quantize` makes both.
-        The arrays are widened first, so the call costs what one on bfloat16 arrays does.
+        Hopper's kernel multiplies them as 8 bits, and rounds the weights to 8 bits, too; other
+        backends get them widened, and cost what a call on bfloat16 arrays does.
       out_dtype: Dtype of out where q, k and v are float8_e4m3fn: "bfloat16" unless given,
         "float16", or "float32", for which they are widened to float32.
       precision: How float32 inputs are multiplied. None is exact; "tf32" or "default" may round
