@@ -62,9 +62,6 @@ def error(actual: Any, exact: Any) -> float:
 CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "D64, causal, a group": ((200, 200, 2, 1, 64, 64), {}, {"causal": True}),
     "D128": ((130, 264, 1, 1, 128, 128), {"keys": 128}, {"layout": "bhtd"}),
-    "D128, fresh sums": (
-        (72, 200, 1, 1, 128, 128), {"fresh": True, "steps_of_sums": 0}, {}
-    ),
     "D64, sums aside": ((72, 400, 1, 1, 64, 64), {"steps_of_sums": 2}, {}),
     "odd, sums aside": (
         (75, 400, 1, 1, 128, 128), {"steps_of_sums": 2},

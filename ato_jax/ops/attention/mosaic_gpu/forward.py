@@ -65,7 +65,6 @@ class Carried(NamedTuple):
     p: jax.Array
     rows: Rows
     acc: tuple[jax.Array, ...]
-    lasts: Any = None  # what they still are to be multiplied by, where sums of a step are fresh
     base: Any = None  # c_m of the sums that wait in out's place, if any do
 
 
@@ -251,7 +250,7 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
     own.keys.consumed.arrive(slot)
     rows = walk.softmax(mine.unit).start(config.rows)
     arrays = arrays_of_pairs(walk, mine, 0)
-    p, rows, lasts = weights(walk, mine, is_cut, 0, rows, s, ids, arrays)
+    p, rows, _ = weights(walk, mine, is_cut, 0, rows, s, ids, arrays)
     if walk.cleans:
         clean(walk, mine)
     widths = [spec.V // frame.values(spec).parts] * frame.values(spec).parts
@@ -261,7 +260,7 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
         base = rows.c_m
         for tile, total in tiles_of_sums(walk, mine, acc):
             tile[...] = mosaic.rounded(total, tile.dtype)
-    return Carried(rounded(walk, p), rows, acc, lasts if config.fresh else None, base)
+    return Carried(rounded(walk, p), rows, acc, base)
 
 
 def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -> Carried:
@@ -297,8 +296,6 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
         under=under,
     )
     own.values.consumed.arrive(v_slot)
-    if config.fresh:
-        return Carried(rounded(walk, p), rows, with_earlier(carried, acc), lasts)
     scaled = tuple(part * mosaic.in_columns(lasts, part.shape[1]) for part in acc)
     if not config.steps_of_sums:
         return Carried(rounded(walk, p), rows, scaled)
@@ -309,7 +306,7 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
         scaled,
         carried.base,
     )
-    return Carried(rounded(walk, p), rows, scaled, base=base)
+    return Carried(rounded(walk, p), rows, scaled, base)
 
 
 def tiles_of_sums(walk: Walk, mine: Own, acc: tuple[jax.Array, ...]) -> list[Any]:
@@ -343,14 +340,6 @@ def rounded(walk: Walk, p: jax.Array) -> jax.Array:
     if walk.spec.eight_bits:
         return mosaic.in_eight_bits(p)
     return mosaic.rounded(p, frame.dtype_of(walk.spec))
-
-
-def with_earlier(carried: Carried, fresh: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The sums of all steps, of those of the last one."""
-    return tuple(
-        earlier * mosaic.in_columns(carried.lasts, earlier.shape[1]) + own
-        for earlier, own in zip(carried.acc, fresh, strict=True)
-    )
 
 
 def await_values(walk: Walk, step: Any, slot: Any) -> None:
@@ -388,11 +377,10 @@ def clean(walk: Walk, mine: Own) -> None:
 
 
 def sums_of_values(walk: Walk, carried: Carried, slot: Any) -> list[Any]:
-    """acc + p v, for each part of v's columns; or p v alone."""
+    """acc + p v, for each part of v's columns."""
     v = frame.values(walk.spec).parts_of(walk.own.v.at[slot])
     v = [part.T for part in v] if walk.spec.eight_bits else v
-    starts = [mosaic.zeros(*acc.shape) if walk.config.fresh else acc for acc in carried.acc]
-    return [(start, [(carried.p, part)]) for start, part in zip(starts, v, strict=True)]
+    return [(acc, [(carried.p, part)]) for acc, part in zip(carried.acc, v, strict=True)]
 
 
 def ids_of(walk: Walk, mine: Own, is_cut: bool, slot: Any) -> Ids | None:
@@ -467,7 +455,6 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     slot = own.values.slot(item.before + item.steps - 1)
     await_values(walk, item.steps, slot)
     acc = mosaic.multiply(*sums_of_values(walk, carried, slot))
-    acc = with_earlier(carried, acc) if config.fresh else acc
     if config.steps_of_sums:
         plgpu.commit_smem()
         factor = walk.softmax(mine.unit).lasts(carried.base, carried.rows.c_m)

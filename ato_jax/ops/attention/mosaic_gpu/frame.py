@@ -58,11 +58,8 @@ class Config:
         multiply, the queries of a step, and their slots.
       dq_consumers, dq_keys, dq_stages: of the kernel for dq, likewise.
       dkv_hold, dkv_turns, dq_hold, dq_turns: `hold` and `turns` of these kernels.
-      fresh: whether a step's products with values have sums of their own, which are then added to
-        those of all steps: the tensor cores' sums of 8 bits have 14 bits or so, others 24.
       steps_of_sums: after how many steps sums are added to others, which wait in out's place,
-        rounded to its dtype; 0 for never. For the same reason, where registers have no place for
-        fresh ones.
+        rounded to its dtype; 0 for never. The tensor cores' sums of 8 bits have 14 bits or so.
     """
 
     consumers: int
@@ -84,7 +81,6 @@ class Config:
     dkv_turns: bool = False
     dq_hold: bool = True
     dq_turns: bool = False
-    fresh: bool = False
     steps_of_sums: int = 0
 
     @property
