@@ -48,7 +48,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS
-from ato_jax.ops.attention.mosaic_gpu import dropout, frame, pairs, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import dropout, frame, pairs, segments, sums, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Rows
@@ -258,7 +258,7 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
     base = None
     if config.steps_of_sums:
         base = rows.c_m
-        for tile, total in tiles_of_sums(walk, mine, acc):
+        for tile, total in sums.tiles_of(walk, mine, acc):
             tile[...] = mosaic.rounded(total, tile.dtype)
     return Carried(rounded(walk, p), rows, acc, base)
 
@@ -301,38 +301,12 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
         return Carried(rounded(walk, p), rows, scaled)
     scaled, base = lax.cond(
         lax.rem(step, config.steps_of_sums) == 0,
-        functools.partial(set_aside, walk, mine, rows.c_m),
-        lambda *sums: sums,
+        functools.partial(sums.set_aside, walk, mine, rows.c_m),
+        lambda *unchanged: unchanged,
         scaled,
         carried.base,
     )
     return Carried(rounded(walk, p), rows, scaled, base)
-
-
-def tiles_of_sums(walk: Walk, mine: Own, acc: tuple[jax.Array, ...]) -> list[Any]:
-    """Pairs of a tile in out's place, which has the sums of earlier steps until then, and of those
-    of acc: of 64 columns where that is possible, since registers are few."""
-    tiles = frame.outputs(walk.spec).parts_of(walk.own.out.at[mine.number])
-    if len(tiles) == 1 and walk.spec.V % mosaic.HALF == 0:
-        columns = range(0, walk.spec.V, mosaic.HALF)
-        tiles = [tiles[0].at[:, pl.ds(first, mosaic.HALF)] for first in columns]
-    return frame.alike(tiles, list(acc))
-
-
-def set_aside(
-    walk: Walk, mine: Own, c_m: jax.Array, acc: tuple[jax.Array, ...], base: jax.Array
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Adds acc to the sums of earlier steps, and starts anew."""
-    plgpu.commit_smem()  # the sums of earlier steps, ahead of the loads, which cross threads
-    factor = walk.softmax(mine.unit).lasts(base, c_m)
-    for tile, total in tiles_of_sums(walk, mine, acc):
-        tile[...] = mosaic.rounded(with_sums_aside(tile, total, factor), tile.dtype)
-    return tuple(mosaic.zeros(*total.shape) for total in acc), c_m
-
-
-def with_sums_aside(tile: Any, total: jax.Array, factor: jax.Array) -> jax.Array:
-    earlier = mosaic.load(tile).astype(F32)
-    return total + earlier * mosaic.in_columns(factor, total.shape[1])
 
 
 def rounded(walk: Walk, p: jax.Array) -> jax.Array:
@@ -458,8 +432,8 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     if config.steps_of_sums:
         plgpu.commit_smem()
         factor = walk.softmax(mine.unit).lasts(carried.base, carried.rows.c_m)
-        both = tiles_of_sums(walk, mine, acc)
-        acc = tuple(with_sums_aside(tile, total, factor) for tile, total in both)
+        both = sums.tiles_of(walk, mine, acc)
+        acc = tuple(sums.with_earlier(tile, total, factor) for tile, total in both)
     own.values.consumed.arrive(slot)
     sink = None if walk.sinks is None else walk.sinks[item.head]
     factor, lse = walk.softmax(mine.unit).finish(carried.rows, sink)
