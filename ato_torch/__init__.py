@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 
 from ato_jax import __version__ as __version__
-from ato_torch import _bridge, _direct
+from ato_torch import _bridge, _direct, _flops
 from ato_torch.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -63,6 +63,7 @@ from ato_torch.retention import (
 )
 
 _bridge.share_the_gpu()
+_flops.register()
 _direct.is_on()  # refuses a wrong value in the environment at once
 
 __all__ = [

@@ -7,6 +7,7 @@ here; later ones go to the program at once. The checks take longer than a launch
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -59,6 +60,9 @@ class CheckedCall:
         assert program is not None
         program.used = True
         if self.ready:
+            if _ops.is_profiled():
+                named = functools.partial(self.ready, tensors)
+                return self.finish(False, _ops.named(program, named))
             return self.finish(False, self.ready(tensors))
         if self.ready is None:
             found = _ops.ready(program, tensors, self.differentiates, self.transposed)

@@ -18,6 +18,7 @@ NEEDED = (
     "torch._C._functorch.is_legacy_batchedtensor",
     "torch._C._len_torch_dispatch_stack",
     "torch._C._is_any_autocast_enabled",
+    "torch._C._autograd._profiler_enabled",
     "torch._C._disabled_torch_function_impl",
     "torch._remove_batch_dim",
     "torch._add_batch_dim",

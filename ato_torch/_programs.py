@@ -191,7 +191,7 @@ def output_shapes(call: Call, inputs: Shapes) -> Shapes:
     """Shape and dtype of every output. Sizes may be PyTorch's symbols."""
     if call.batched:
         *inner, level = call.batched
-        size, bare = _unbatched(level, inputs)
+        size, bare = unbatched(level, inputs)
         found = output_shapes(call._replace(batched=tuple(inner)), bare)
         return [((size, *shape), dtype) for shape, dtype in found]
     return OPS[call.op].shapes(call, dict(zip(call.arrays, inputs, strict=True)))
@@ -202,12 +202,12 @@ def gradient_shapes(call: Call, arrays: Shapes) -> Shapes:
     if not call.batched_backward:
         return arrays
     *inner, level = call.batched_backward
-    size, bare = _unbatched(level, arrays)
+    size, bare = unbatched(level, arrays)
     found = gradient_shapes(call._replace(batched_backward=tuple(inner)), bare)
     return [((size, *shape), dtype) for shape, dtype in found]
 
 
-def _unbatched(level: tuple[bool, ...], arrays: Shapes) -> tuple[Any, Shapes]:
+def unbatched(level: tuple[bool, ...], arrays: Shapes) -> tuple[Any, Shapes]:
     """The size of the axis that is mapped over, and the shapes without it."""
     pairs = list(zip(level, arrays, strict=True))
     size = next(shape[0] for batched, (shape, _) in pairs if batched)
