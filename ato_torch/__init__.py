@@ -34,6 +34,7 @@ except ImportError as error:
 
 from ato_jax import __version__ as __version__
 from ato_torch import _bridge, _direct, _flops
+from ato_torch.check_model import check_model
 from ato_torch.delta_rule import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -68,6 +69,7 @@ _direct.is_on()  # refuses a wrong value in the environment at once
 
 __all__ = [
     "attention",
+    "check_model",
     "chunk_gated_delta_rule",
     "chunk_gla",
     "chunk_kda",

@@ -33,11 +33,11 @@ def operations(op: str, options: dict[str, Any], sizes: dict[str, Size], backwar
         return 2 * B * H * T * S * (3 * D + 2 * V if backward else D + V)
     forward = 0  # `combine` has no products
     if op == "linear_attention":
-        B, H, T, F = _heads_first(sizes["q"], options["layout"])
+        B, H, T, features = _heads_first(sizes["q"], options["layout"])
         _, G, S, V = _heads_first(sizes["v"], options["layout"])
         if callable(options["feature_map"]) and not options["feature_map"].elementwise:
-            F, *_ = sizes[_calls.PARAMETERS[0]]
-        forward = 2 * B * (H * T + G * S) * F * V
+            features, *_ = sizes[_calls.PARAMETERS[0]]
+        forward = 2 * B * (H * T + G * S) * features * V
     elif op == "linear_attention_step":
         (_, H, _), (_, G, _) = sizes["q"], sizes["v"]
         forward = 2 * (H + G) * math.prod(sizes["state.kv"]) // G

@@ -27,6 +27,7 @@ NEEDED = (
     "torch.Tensor._make_wrapper_subclass",
     "torch.autograd.forward_ad._current_level",
     "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._pytree.tree_leaves",
     "torch.utils._pytree.tree_map_only",
 )
 

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ato_torch import _bridge, _calls, _direct, _executable, _ops, _programs
 
+# What sees every operator that a thread calls.
+Mode = TorchDispatchMode
 DIRECT, THROUGH_JAX = "direct", "through JAX"
 
 
@@ -92,7 +94,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     return Explanation(forward, _road(backward, [*tensors, *outputs, outputs[0]]))
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Mode):
     """Records the calls of ato_torch's op: while a mode is on, every call goes through the op."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,18 +100,28 @@ def replace_delta_rule(model: torch.nn.Module) -> None:
       >>> model = AutoModelForCausalLM.from_pretrained(name)  # doctest: +SKIP
       >>> ato_torch.replace_delta_rule(model)  # doctest: +SKIP
     """
-    found = False
-    for layer in model.modules():
-        module = sys.modules[type(layer).__module__]
-        names = MODULES_NAMES if module.__name__.startswith("transformers.") else {}
-        for place, functions in ((module, names), (layer, LAYERS_NAMES)):
-            for name in functions.keys() & vars(place).keys():
-                setattr(place, name, functions[name])
-                found = True
+    found = delta_rules(model.modules())
     if not found:
         raise ValueError(
             f"model must have layers of transformers on the delta rule, got {type(model).__name__}"
         )
+    for place, name, function in found:
+        setattr(place, name, function)
+
+
+def delta_rules(
+    layers: Iterable[torch.nn.Module],
+) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Where layers of transformers have functions of the delta rule: the module or the layer, the
+    function's name there, and the function of this library that does the same."""
+    found = {}
+    for layer in layers:
+        module = sys.modules[type(layer).__module__]
+        names = MODULES_NAMES if module.__name__.startswith("transformers.") else {}
+        for place, functions in ((module, names), (layer, LAYERS_NAMES)):
+            for name in functions.keys() & vars(place).keys():
+                found[id(place), name] = (place, name, functions[name])
+    return list(found.values())
 
 
 def _leaving_out(function: Callable[..., Any]) -> Callable[..., Any]:
