@@ -507,14 +507,14 @@ def _save(ctx: Any, inputs: tuple[str, Tensors], output: Tensors) -> None:
 
 def _differentiate(ctx: Any, cotangents: Tensors) -> tuple[None, list[torch.Tensor | None]]:
     needed = ctx.needs_input_grad[1]
-    outputs = ctx.saved_tensors[-ctx.outputs :]
+    saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
     given = [
         output.is_floating_point() and each is not None
-        for each, output in zip(cotangents, outputs, strict=True)
+        for each, output in zip(cotangents, saved[-ctx.outputs :], strict=True)
     ]
     chosen = [each for each, is_given in zip(cotangents, given, strict=True) if is_given]
     _refuse_forward_mode(chosen)
-    gradients = _backward(ctx.call, [*ctx.saved_tensors, *chosen], needed, given)
+    gradients = _backward(ctx.call, [*saved, *chosen], needed, given)
     return None, _placed(needed, gradients)
 
 

@@ -5,6 +5,8 @@
     run --suite=choices             whether implementation=None takes the fastest backend
     run --suite=cliffs              each option beside its base case
     run --suite=devices             one call on one device and on several of this host
+    run --suite=sdpa                ato_torch.attention beside SDPA's default, 128 to 16K tokens
+    run --suite=training            a training step of a model by ato_torch and by PyTorch
     linear, attention               short for `run` of these suites
     fit A.json B.json               what tables of choices lack, by that suite's figures
     compare A.json B.json           what became slower

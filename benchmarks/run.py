@@ -35,6 +35,7 @@ from benchmarks import (
     results,
     side_by_side,
     suites,
+    training,
 )
 from benchmarks.ahead import Ahead
 from benchmarks.results import Results, ResultsError
@@ -215,12 +216,15 @@ def main(names: Sequence[str]) -> int:
     for flag, of_flag in ONLY.items():
         if FLAGS[flag].value and names not in [[name] for name in of_flag]:
             raise ResultsError(f"--{flag} is of --suite={' or '.join(of_flag)} alone")
-    if names in ([choices.NAME], [devices.NAME]) and (FLAGS.csv or FLAGS.keep):
+    by_itself = ([choices.NAME], [devices.NAME], [training.NAME])
+    if names in by_itself and (FLAGS.csv or FLAGS.keep):
         raise ResultsError(f"{names[0]} writes --json alone: no --csv, no --keep")
     if names == [choices.NAME]:
         return choices.main()
     if names == [devices.NAME]:
         return devices.main()
+    if names == [training.NAME]:
+        return training.main()
     alone = names == [cliffs.NAME]
     wanted = [] if alone else suites.chosen(names, FLAGS.config)
     if FLAGS.keep:

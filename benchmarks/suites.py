@@ -25,6 +25,7 @@ from benchmarks import (
     linear,
     linear_jax,
     linear_torch,
+    sdpa,
     sweeps,
     tables,
     variants,
@@ -427,6 +428,16 @@ SMALL_HOST = dataclasses.replace(
     HOST, cases=dict.fromkeys(("gpu", "cpu"), HOST.cases["cpu"]), turns=1
 )
 SMOKE_SUITE = Suite("smoke", "a few small cases of everything", 60, (*SMOKE, SMALL_HOST))
+# Beside the report: by their names alone.
+APART = (
+    Suite(
+        "sdpa",
+        "ato_torch.attention beside SDPA's default",
+        300,
+        (sdpa.CONTEST,),
+        sdpa.findings(sdpa.CONTEST),
+    ),
+)
 SWEEP = "sweep"
 NAMES = (
     SMOKE_SUITE.name,
@@ -434,9 +445,10 @@ NAMES = (
     SWEEP,
     *(suite.name for suite in LONGEST),
     "report",
+    *(suite.name for suite in APART),
 )
 # These have no peers, and so no contests: the module of that name runs each, by itself.
-ALONE = ("choices", "cliffs", "devices")
+ALONE = ("choices", "cliffs", "devices", "training")
 
 
 @functools.cache
@@ -468,7 +480,7 @@ def named(name: str) -> tuple[Suite, ...]:
         return report()
     if name == SWEEP:
         return (sweep(),)
-    return tuple(suite for suite in (SMOKE_SUITE, *REPORT, *LONGEST) if suite.name == name)
+    return tuple(suite for suite in (SMOKE_SUITE, *REPORT, *LONGEST, *APART) if suite.name == name)
 
 
 def chosen(names: Sequence[str], config: str) -> list[Suite]:

@@ -23,6 +23,7 @@ from benchmarks import (
     suites,
     summary,
     timing,
+    training,
 )
 from benchmarks.cases import PHASES, Case
 from benchmarks.choices import Row
@@ -269,4 +270,4 @@ def test_few_base_cases_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_suite_is_among_those_that_are_named() -> None:
-    assert suites.ALONE == (choices.NAME, cliffs.NAME, devices.NAME)
+    assert suites.ALONE == (choices.NAME, cliffs.NAME, devices.NAME, training.NAME)

@@ -1,0 +1,102 @@
+"""The suites `training` and `sdpa`: what they say of rows, and a tiny step on a CPU."""
+
+import dataclasses
+import json
+
+import pytest
+from absl.testing import flagsaver
+
+from benchmarks import __main__ as entry
+from benchmarks import sdpa, suites, summary, training
+from benchmarks.cases import PHASES
+from benchmarks.results import Results, Row
+from tests.figures import FACTS, parsed_flags  # noqa: F401
+
+SMALL = training.Case("decoder", 1, 8, layers=1, heads=2, D=8, words=16, dtype="float32")
+
+
+@pytest.fixture
+def small(monkeypatch):
+    pytest.importorskip("torch", reason="PyTorch is not installed here")
+    monkeypatch.setitem(training.CASES, "cpu", [SMALL])
+    monkeypatch.setattr(training, "SECONDS", 0.01)
+
+
+def run(path, **more):
+    with flagsaver.flagsaver(suite=["training"], json=str(path), **more):
+        return entry.main(["benchmarks", "run"])
+
+
+def test_a_step_on_a_cpu(small, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "steps.json"
+    assert run(path) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["seconds"].keys() == {"ato_torch", "PyTorch"} and not row["wrong"]
+    assert row["errors"]["gradient"] < 1e-5
+    assert "A training step" in capsys.readouterr().out
+    # A row that is steady stays, and one that is not is measured again.
+    row |= {"batches": {name: [1.0] * 4 for name in row["seconds"]}, "load": ""}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": [row]}))
+    monkeypatch.setattr(training, "measured", lambda *_: pytest.fail("measured again"))
+    assert run(path, resume=True) == 0
+    # No time.
+    assert run(tmp_path / "none.json", within_s=1e-9) == 0
+    assert "no time left" in capsys.readouterr().out
+
+
+def test_a_layer_that_is_not_taken_and_a_gradient_that_is_wrong(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        training.CASES, "cpu", [dataclasses.replace(SMALL, model="decoder, autocast")]
+    )
+    # In bfloat16 the gradients differ by more than float32 allows.
+    assert run(tmp_path / "wrong.json") == 1
+    (row,) = json.loads((tmp_path / "wrong.json").read_text())["rows"]
+    assert "gradient is" in row["wrong"]
+    ours = training.both
+    monkeypatch.setitem(training.CASES, "cpu", [SMALL])
+    monkeypatch.setattr(training, "both", lambda *args: (ours(*args)[0], lambda: 0))
+    assert run(tmp_path / "left.json") == 1
+    (row,) = json.loads((tmp_path / "left.json").read_text())["rows"]
+    assert row["wrong"] == "ato_torch took 0 of 1 layers"
+
+
+def test_ratios_are_pytorchs_time_over_ours():
+    step = training.Step("a", {"ato_torch": 1.0, "PyTorch": 1.5})
+    step.batches = {"ato_torch": [1.0] * 4, "PyTorch": [1.5] * 4}
+    assert step.ratio == 1.5 and not step.again
+    noisy = dataclasses.replace(step, load="another program")
+    assert noisy.ratio is None and noisy.again
+    text = training.table([dataclasses.replace(step, host=step.seconds), step_of_skip()]).text()
+    assert "1.500" in text and "0 of 1 steps are slower" in text and "b: out of memory" in text
+
+
+def step_of_skip():
+    return training.Step("b", skipped="out of memory")
+
+
+def test_cases_of_sdpa():
+    assert suites.named("sdpa")[0].contests == (sdpa.CONTEST,)
+    cases = sdpa.CONTEST.cases["gpu"]
+    assert len(cases) == len(set(cases)) == 8 * 3 * 2
+    assert {case.B * case.T for case in cases} == {16384}
+    assert {case.H * case.D for case in cases} == {2048}
+
+
+def row_of(case, phase, name, seconds):
+    work = case.traffic(phase), case.operations(phase)
+    spread = summary.spread([seconds] * 3)
+    return Row(str(case), phase, name, 1e-6, *work, seconds, [seconds], spread)
+
+
+def test_what_is_said_of_ratios_to_sdpa():
+    facts = FACTS | {"platform": "gpu"}
+    rows = []
+    for case in sdpa.CONTEST.cases["gpu"][:12]:
+        for phase in PHASES:
+            slow = case.T == 1024 and case.D == 64 and case.causal
+            rows.append(row_of(case, phase, sdpa.OURS, 1.0))
+            rows.append(row_of(case, phase, sdpa.THEIRS, 0.9 if slow else 1.2))
+    (table,) = sdpa.findings(sdpa.CONTEST)(Results(**facts, rows=rows))
+    (said,) = table.notes
+    assert said.startswith("T >= 1024: 22 of 24 ratios are at least 1.0; the least is 0.900 (soft")
+    assert [row[2] for row in table.rows].count("-") == 48 - 12
