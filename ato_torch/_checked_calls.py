@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ato_jax import device
-from ato_torch import _ops, _programs
+from ato_torch import _ops, _profiling, _programs
 from ato_torch._calls import KEPT
 
 # Types of options that are known by their value.
@@ -60,9 +60,9 @@ class CheckedCall:
         assert program is not None
         program.used = True
         if self.ready:
-            if _ops.is_profiled():
+            if _profiling.is_on():
                 named = functools.partial(self.ready, tensors)
-                return self.finish(False, _ops.named(program, named))
+                return self.finish(False, _profiling.named(program, named))
             return self.finish(False, self.ready(tensors))
         if self.ready is None:
             found = _ops.ready(program, tensors, self.differentiates, self.transposed)

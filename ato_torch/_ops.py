@@ -10,15 +10,12 @@ and the cotangents that are `given`; `needed` says for each tensor of the forwar
 gradient is needed. Where nothing traces, the same two functions run without the ops, which takes
 less time on the host.
 
-While a profiler records, each pass has a name: "ato::attention", "ato::attention_backward".
-
 vmap maps the program inside JAX. Derivatives of second order and of forward mode are refused. A
 CUDA graph cannot capture what JAX launches; the ops' tag keeps compilers from trying.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ato_jax import device
-from ato_torch import _bridge, _calls, _direct, _programs
+from ato_torch import _bridge, _calls, _direct, _profiling, _programs
 
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _calls.PARAMETERS
@@ -102,30 +99,7 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
     if differentiates:
         # Skips a preparation for torch.func that takes half of the host's time.
         return super(torch.autograd.Function, _Call).apply(program, *tensors)
-    return _execute(program, program.answer, tensors)
-
-
-# Whether a profiler of PyTorch records, in this thread.
-is_profiled = torch._C._autograd._profiler_enabled
-
-
-def _execute(
-    program: _programs.Program,
-    function: _programs.Function,
-    tensors: Tensors,
-    backward: bool = False,
-) -> Tensors:
-    if not is_profiled():
-        return _direct.execute(function, tensors)
-    return named(program, functools.partial(_direct.execute, function, tensors), backward)
-
-
-def named(
-    program: _programs.Program, execute: Callable[[], Tensors], backward: bool = False
-) -> Tensors:
-    """The results of `execute`, under the name of the op in a profiler's list."""
-    with torch.profiler.record_function(f"ato::{program.call.op}{'_backward' * backward}"):
-        return execute()
+    return _profiling.execute(program, program.answer, tensors)
 
 
 def ready(
@@ -173,9 +147,8 @@ class _Known:
                 self.backwards[needed] = plan, known
         if plan is None or strides != known:
             return None
-        if is_profiled():
-            return named(self.program, lambda: plan(tensors), backward=True)
-        return plan(tensors)
+        named = _profiling.is_on() and _profiling.named
+        return named(self.program, lambda: plan(tensors), True) if named else plan(tensors)
 
     def _backward(self, needed: tuple[bool, ...], tensors: Tensors) -> _direct.Plan | None:
         outputs = len(tensors) - len(needed) - 1
@@ -283,7 +256,7 @@ class _Call(torch.autograd.Function):
     def forward(program: _programs.Program, *tensors: torch.Tensor) -> Any:
         if not runs_plainly(tensors):
             return tuple(_forward(program.text, tensors))
-        return tuple(_execute(program, program.forward, tensors))
+        return tuple(_profiling.execute(program, program.forward, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -305,7 +278,7 @@ class _Call(torch.autograd.Function):
             gradients = _Gradient.apply(ctx.program, needed, given, *tensors)
         else:
             backward = ctx.program.backward(needed, given)
-            gradients = _execute(ctx.program, backward, tensors, backward=True)
+            gradients = _profiling.execute(ctx.program, backward, tensors, backward=True)
         return None, *_placed(needed, gradients)
 
     @staticmethod
@@ -348,7 +321,7 @@ class _KnownCall(torch.autograd.Function):
         tensors = _exchanged(tensors, turned)
         if plainly:
             backward = known.program.backward(needed, given)
-            gradients = _execute(known.program, backward, tensors, backward=True)
+            gradients = _profiling.execute(known.program, backward, tensors, backward=True)
         else:
             gradients = _Gradient.apply(known.program, needed, given, *tensors)
         return None, *_placed(needed, _exchanged(gradients, of_gradients))
@@ -402,8 +375,8 @@ class _Gradient(torch.autograd.Function):
     def forward(program: _programs.Program, needed: Any, given: Any, *tensors: Any) -> Any:
         if not runs_plainly(tensors):
             return tuple(_backward(program.text, tensors, needed, given))
-        backward = program.backward(needed, given)
-        return tuple(_execute(program, backward, tensors, backward=True))
+        function = program.backward(needed, given)
+        return tuple(_profiling.execute(program, function, tensors, backward=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -460,7 +433,7 @@ def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | N
 def _forward(call: str, tensors: Tensors) -> Tensors:
     program = program_of_text(call, tensors)
     # Contiguous, as `register_fake` below says.
-    return [tensor.contiguous() for tensor in _execute(program, program.forward, tensors)]
+    return [tensor.contiguous() for tensor in _profiling.execute(program, program.forward, tensors)]
 
 
 @torch.library.custom_op(
@@ -473,8 +446,8 @@ def _backward(
     call: str, tensors: Tensors, needed: Sequence[bool], given: Sequence[bool]
 ) -> Tensors:
     program = program_of_text(call, tensors[: len(needed)])
-    backward = program.backward(tuple(needed), tuple(given))
-    gradients = _execute(program, backward, tensors, backward=True)
+    function = program.backward(tuple(needed), tuple(given))
+    gradients = _profiling.execute(program, function, tensors, backward=True)
     return [gradient.contiguous() for gradient in gradients]
 
 
