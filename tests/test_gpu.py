@@ -319,7 +319,8 @@ def test_attention_of_float8_by_mosaic_gpu(
     assert error < 3e-2
     seen = jnp.isfinite(exact_lse)
     assert (jnp.isfinite(lse) == seen).all()
-    assert jnp.abs(jnp.where(seen, lse - exact_lse, 0)).max() < 1e-4
+    # The tensor cores keep about 13 bits of a sum of products of 8 bits.
+    assert jnp.abs(jnp.where(seen, lse - exact_lse, 0)).max() < 1e-3
 
 
 # float32, float32 by TF32, and what takes half of the bytes.

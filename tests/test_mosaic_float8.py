@@ -17,7 +17,7 @@ from test_mosaic_maps import bumpy
 
 import ato_jax
 from ato_jax.ops.linear_attention import api, reading
-from ato_jax.ops.linear_attention.mosaic_gpu import float8
+from ato_jax.ops.linear_attention.mosaic_gpu import float8, float8_features
 from tests import aot_mosaic, numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
@@ -83,6 +83,8 @@ WHOLE = {
     "D80, V112, exp": (72, 72, 1, 1, 80, 112, {"feature_map": "exp", "layout": "bhtd"}),
     "D96, silu": (72, 64, 1, 1, 96, 96, {"feature_map": "silu"}),
     "D64, identity": (64, 200, 1, 1, 64, 64, {"feature_map": "identity"}),
+    "D96, relu": (64, 72, 1, 1, 96, 96, {"feature_map": "relu"}),
+    "D64, not normalized": (64, 72, 1, 1, 64, 64, {"normalize": False, "return_state": True}),
     "D128, bumpy, states": (
         72, 136, 2, 1, 128, 128,
         {"feature_map": bumpy, "initial_state": state(1, 128, 128), "return_state": True},
@@ -108,6 +110,24 @@ CAUSAL = {
     ),
     "D48, lengths": (136, 136, 2, 2, 48, 48, {"kv_lengths": np.array([70]), "return_state": True}),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["elu1", "relu", "silu", "identity", "exp"])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-4, 0.01, 0.3, 100.0, -3.0])
+def test_the_power_of_keys_keeps_features_in_range(name: str, scale: float) -> None:
+    """The largest feature that 8 bits have stays below float16's largest, 65504. Maps that make
+    small features of large numbers have none."""
+    ones = (jnp.ones((1, 64, 1, 64)),) * 3
+    spec = numerics.prepare(OP, *ones, feature_map=name)[0].spec
+    with ato_jax.interpret():
+        power = float(float8_features.power_of(spec, jnp.float32(scale)))
+    assert np.log2(power) % 1 == 0
+    if name not in ("relu", "identity"):
+        assert power == 1 and float8_features.dtype_of(spec) == jnp.bfloat16
+        return
+    assert float8_features.dtype_of(spec) == jnp.float16
+    largest = 448 * abs(scale) * power
+    assert largest < 2**15 and (largest >= 2**14 or not scale)
 
 
 @newest

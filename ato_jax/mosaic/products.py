@@ -60,20 +60,29 @@ def accumulate_while(
     start: jax.Array, products: Sequence[tuple[Any, Any]], do: Callable[[], Any]
 ) -> tuple[jax.Array, Any]:
     """start + a @ b + ..., and what `do` returns, which runs while the products are in flight."""
+    (total,), found = accumulate_all_while([(start, products)], do)
+    return total, found
+
+
+def accumulate_all_while(
+    sums: Sequence[Sum], do: Callable[[], Any]
+) -> tuple[tuple[jax.Array, ...], Any]:
+    """As `accumulate_while`, of several sums."""
     if device.interpreting():
-        (total,) = _multiply_interpreted((start, products))
-        return total, do()
+        return _multiply_interpreted(*sums), do()
 
-    def both(accumulator: Any) -> Any:
-        accumulator[...] = start
-        for a, b in products:
-            plgpu.wgmma(accumulator, tiled(a), tiled(b))
+    def all_of(*accumulators: Any) -> Any:
+        for accumulator, (start, _) in zip(accumulators, sums, strict=True):
+            accumulator[...] = start
+        for accumulator, (_, products) in zip(accumulators, sums, strict=True):
+            for a, b in products:
+                plgpu.wgmma(accumulator, tiled(a), tiled(b))
         found = do()
-        return accumulator[...], found
+        return tuple(accumulator[...] for accumulator in accumulators), found
 
-    shape = start.shape[0], start.shape[1]
-    total, found = pl.run_scoped(both, plgpu.ACC(shape, F32))
-    return lax.optimization_barrier(total), found
+    shapes = [(start.shape[0], start.shape[1]) for start, _ in sums]
+    totals, found = pl.run_scoped(all_of, *(plgpu.ACC(shape, F32) for shape in shapes))
+    return lax.optimization_barrier(tuple(totals)), found
 
 
 def multiply_under(

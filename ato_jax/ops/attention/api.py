@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from typing import Any, Literal, NamedTuple, overload
 
@@ -17,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from ato_jax import checking, choosing, dispatch, shapes
 from ato_jax.ops import float8
 from ato_jax.ops.attention import reading
-from ato_jax.ops.attention.eight_bits import Float8Inputs
+from ato_jax.ops.attention.eight_bits import Float8Inputs, Float8Spec
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
 from ato_jax.ops.common import (
     Integers,
@@ -184,7 +183,7 @@ def _of_float8(request: Request, scales: list[jax.Array]) -> Request:
     read = Float8Inputs(inputs, *scales)
     if not checking.checking() and reading.is_read(OP, spec, read, implementation):
         return request._replace(
-            spec=dataclasses.replace(spec, eight_bits=True),
+            spec=Float8Spec.of(spec),
             inputs=float8.forward_alone(read),
             implementation=reading.BACKEND,
             op=reading.OP,

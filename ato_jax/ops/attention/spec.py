@@ -47,7 +47,6 @@ class AttentionSpec:
         size 1, broadcast. None where there is no such array.
       query_offset, segments, q_lengths, kv_lengths, sinks: whether the arrays are given.
       keep_rest: whether the outputs hold `Outputs.rest`.
-      eight_bits: whether kernels read q, k and v of float8_e4m3fn, for which `dtype` stands.
     """
 
     B: int
@@ -75,7 +74,6 @@ class AttentionSpec:
     return_lse: bool = False
     precision: str = "exact"
     keep_rest: bool = False
-    eight_bits: bool = False
 
     def for_backward(self) -> AttentionSpec:
         """The spec of a forward pass whose outputs a backward pass reads."""

@@ -17,6 +17,7 @@ from ato_jax import device
 from ato_jax.backend import Backend
 from ato_jax.mosaic import HALF
 from ato_jax.mosaic import refusal_of_device as unsupported_device
+from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import bias_gradient, frame, pairs
 from ato_jax.ops.attention.mosaic_gpu import forward as kernel
 from ato_jax.ops.attention.mosaic_gpu.backward import backward
@@ -83,7 +84,7 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     most = 3 if widest <= 64 else 2
     fill = functools.partial(_filling, most, device.multiprocessors)
     of_queries, of_keys = fill(spec.T, spec.B * spec.H), fill(spec.S, spec.B * spec.G)
-    few_keys = two_planes or (widest > 128 and not spec.eight_bits)
+    few_keys = two_planes or (widest > 128 and not reads_eight_bits(spec))
     config = Config(
         consumers=of_queries,
         rows=64,
@@ -96,7 +97,7 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
         dq_keys=128 if 64 < widest <= 128 and plain else 64,
         dq_hold=widest > 64,
         dq_turns=widest > 128 and of_queries > 1,
-        steps_of_sums=8 if spec.eight_bits else 0,
+        steps_of_sums=8 if reads_eight_bits(spec) else 0,
     )
     return config if _fits(spec, config) else dataclasses.replace(config, stages=1)
 

@@ -14,8 +14,6 @@ to 0 beyond the keys' end.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +23,7 @@ from ato_jax import mosaic
 from ato_jax.backend import Backend, Residuals
 from ato_jax.device import Device
 from ato_jax.ops.attention import mosaic_gpu
-from ato_jax.ops.attention.eight_bits import Float8Inputs
+from ato_jax.ops.attention.eight_bits import Float8Inputs, Float8Spec
 from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.forward import forward as run_kernel
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
@@ -48,11 +46,11 @@ def unsupported(spec: AttentionSpec, phase: str) -> str | None:
             f"reads float8 where D is a multiple of {HEAD_MULTIPLE} and V of "
             f"{frame.HEAD_MULTIPLE}, got D={spec.D}, V={spec.V}"
         )
-    return mosaic_gpu.unsupported(dataclasses.replace(spec, eight_bits=True), phase)
+    return mosaic_gpu.unsupported(Float8Spec.of(spec), phase)
 
 
 def default_config(spec: AttentionSpec, device: Device) -> Config:
-    return mosaic_gpu.default_config(dataclasses.replace(spec, eight_bits=True), device)
+    return mosaic_gpu.default_config(Float8Spec.of(spec), device)
 
 
 def forward(spec: AttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:

@@ -48,6 +48,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS
+from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import dropout, frame, pairs, segments, sums, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
@@ -311,7 +312,7 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
 
 def rounded(walk: Walk, p: jax.Array) -> jax.Array:
     """Weights as the first factor of a product."""
-    if walk.spec.eight_bits:
+    if reads_eight_bits(walk.spec):
         return mosaic.in_eight_bits(p)
     return mosaic.rounded(p, frame.dtype_of(walk.spec))
 
@@ -353,7 +354,7 @@ def clean(walk: Walk, mine: Own) -> None:
 def sums_of_values(walk: Walk, carried: Carried, slot: Any) -> list[Any]:
     """acc + p v, for each part of v's columns."""
     v = frame.values(walk.spec).parts_of(walk.own.v.at[slot])
-    v = [part.T for part in v] if walk.spec.eight_bits else v
+    v = [part.T for part in v] if reads_eight_bits(walk.spec) else v
     return [(acc, [(carried.p, part)]) for acc, part in zip(carried.acc, v, strict=True)]
 
 

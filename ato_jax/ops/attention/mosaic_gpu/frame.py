@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from ato_jax import mosaic
 from ato_jax.device import SHARED_MEMORY
 from ato_jax.mosaic import F8, HALF
+from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.spec import AttentionSpec
 
 # The copy engine takes tiles of 8 rows, of arrays whose rows are a multiple of 8.
@@ -194,12 +195,12 @@ def dtype_of(spec: AttentionSpec) -> Any:
 
 
 def dtype_of_inputs(spec: AttentionSpec) -> Any:
-    return F8 if spec.eight_bits else dtype_of(spec)
+    return F8 if reads_eight_bits(spec) else dtype_of(spec)
 
 
 def whole_rows(spec: AttentionSpec, length: int) -> int:
     """The rows that an array of a sequence has: those of 8 bits are padded to whole tiles."""
-    return length + -length % ROWS_OF_A_TILE if spec.eight_bits else length
+    return length + -length % ROWS_OF_A_TILE if reads_eight_bits(spec) else length
 
 
 def queries(spec: AttentionSpec) -> Side:
@@ -211,7 +212,7 @@ def keys(spec: AttentionSpec) -> Side:
 
 
 def values(spec: AttentionSpec) -> Side:
-    if spec.eight_bits:
+    if reads_eight_bits(spec):
         return Across(spec.layout, spec.V, whole_rows(spec, spec.S), F8)
     return Side(spec.layout, spec.V, spec.S, dtype_of(spec))
 
@@ -232,7 +233,7 @@ def shared_bytes(spec: AttentionSpec, config: Config) -> int:
 
 def has_own_outputs(spec: AttentionSpec) -> bool:
     """Whether out has no place in that of the queries."""
-    return spec.V != spec.D or spec.eight_bits
+    return spec.V != spec.D or reads_eight_bits(spec)
 
 
 def whole_tiles(spec: AttentionSpec, config: Config) -> int:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.spec import AttentionSpec, Ranges
@@ -70,7 +71,7 @@ class Schedule:
     def group(self) -> int:
         """Query heads whose keys and values fit the cache together."""
         spec = self.spec
-        of_keys = spec.S * (spec.D + spec.V) * (1 if spec.eight_bits else ITEM_BYTES)
+        of_keys = spec.S * (spec.D + spec.V) * (1 if reads_eight_bits(spec) else ITEM_BYTES)
         return min(self.heads, max(1, frame.CACHE_BYTES // of_keys) * (spec.H // spec.G))
 
     @property

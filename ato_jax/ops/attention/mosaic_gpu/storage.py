@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import Array, Buffer, Ring, Role, Signal
+from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
@@ -80,7 +81,7 @@ def storage_of(spec: AttentionSpec, config: Config, planes: pairs.Planes) -> Sto
         keys=Ring.of(config.stages, (k, k_ids), readers),
         values=Ring.of(config.stages, (v,), readers),
         pairs=Ring.of(slots, (bias, mask), readers) if planes.in_ring else None,
-        cleaned=Signal(readers) if spec.kv_lengths and not spec.eight_bits else None,
+        cleaned=Signal(readers) if spec.kv_lengths and not reads_eight_bits(spec) else None,
     )
 
 
@@ -118,7 +119,7 @@ class Walk:
         return self.spec.scale if self.units is None else self.units[item.batch, item.head]
 
     def softmax(self, unit: Any) -> Softmax:
-        shift = EXPONENT if self.spec.eight_bits else 0
+        shift = EXPONENT if reads_eight_bits(self.spec) else 0
         if self.planes.bias is not None:
             return Softmax(1.0, True, shift)
         return Softmax(self.spec.softcap or unit, False, shift)
@@ -129,7 +130,7 @@ class Walk:
     @property
     def cleans(self) -> bool:
         """Whether values beyond the keys' end may be anything, NaN too."""
-        return self.spec.kv_lengths and not self.spec.eight_bits
+        return self.spec.kv_lengths and not reads_eight_bits(self.spec)
 
     def seen(self, batch: Any, first_row: Any, rows: int) -> Ranges:
         """The blocks that so many rows go through."""
