@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ato_jax import device
-from ato_torch import _ops, _profiling, _programs
+from ato_torch import _modes, _ops, _profiling, _programs
 from ato_torch._calls import KEPT
 
 # Types of options that are known by their value.
@@ -86,9 +86,9 @@ def checked_call(
     None where calls have to be checked each time: under autocast, transforms and compilers, for
     tensors that are not dense, for options that are not plain values.
     """
-    if torch._C._is_any_autocast_enabled() or not _ops.runs_plainly(tensors):
+    if torch._C._is_any_autocast_enabled() or not _modes.runs_plainly(tensors):
         return None
-    if _ops.is_forward_mode():
+    if _modes.is_forward_mode():
         return None
     query, key, value = tensors
     differentiates = torch.is_grad_enabled() and (

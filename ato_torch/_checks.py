@@ -16,7 +16,7 @@ import torch
 
 from ato_jax import LinearState, shapes
 from ato_jax.ops.attention import api as attention_api
-from ato_torch import _bridge, _ops
+from ato_torch import _bridge, _modes
 
 Layout = Literal["bhtd", "bthd"]
 # Lengths, segment ids and offsets.
@@ -318,7 +318,7 @@ def integer(
         check_dense(name, given)
         if given.device.type != "cpu":
             check_place(name, given, query)
-        if given.device.type != "cpu" or not _ops.runs_plainly([given]):
+        if given.device.type != "cpu" or not _modes.runs_plainly([given]):
             return given.to(query.device)
     host = given.numpy() if is_tensor else np.asarray(given)
     shapes.integers(name, host)
@@ -387,7 +387,7 @@ def decay_of(
         needed = " or ".join(f"[{', '.join(letters)}]" for letters in kinds)
         raise ValueError(f"decay must be {needed}, got shape {tuple(decay.shape)}")
     shapes.bind(dict(sizes), "decay", tuple(decay.shape), letters_of[decay.ndim])
-    if decay.device.type == "cpu" and _ops.runs_plainly([decay]) and decay.numel():
+    if decay.device.type == "cpu" and _modes.runs_plainly([decay]) and decay.numel():
         largest = float(decay.detach().max())
         if largest > 0:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ato_jax import shapes
-from ato_torch import _checks, _ops, _packed
+from ato_torch import _checks, _modes, _ops, _packed
 
 Results = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -67,7 +67,7 @@ def _named(inputs: Inputs, name: str, tensor: Any, letters: str) -> torch.Tensor
 
 def decay_of(inputs: Inputs, name: str, tensor: Any, letters: str) -> torch.Tensor:
     decay = _named(inputs, name, tensor, letters)
-    if decay.device.type == "cpu" and _ops.runs_plainly([tensor]) and decay.numel():
+    if decay.device.type == "cpu" and _modes.runs_plainly([tensor]) and decay.numel():
         largest = float(decay.detach().max())
         if largest > 0:
             raise ValueError(

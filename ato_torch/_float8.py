@@ -16,7 +16,7 @@ import torch
 
 from ato_jax import UnsupportedError, shapes
 from ato_jax.ops.float8 import NO_DERIVATIVE
-from ato_torch import _checks, _ops
+from ato_torch import _checks, _modes
 
 FLOAT8 = torch.float8_e4m3fn
 # (query_scale [B, H], key_scale [B, G], value_scale [B, G])
@@ -129,7 +129,7 @@ def _product(
             f"got shape {tuple(scale.shape)}"
         )
     # Reading values would wait for a GPU.
-    if scale.device.type == "cpu" and _ops.runs_plainly([scale]) and scale.numel():
+    if scale.device.type == "cpu" and _modes.runs_plainly([scale]) and scale.numel():
         least, most = float(scale.min()), float(scale.max())
         if not shapes.LEAST <= least <= most <= shapes.MOST:
             raise ValueError(

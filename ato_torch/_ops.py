@@ -20,11 +20,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ato_jax import device
-from ato_torch import _bridge, _calls, _direct, _profiling, _programs
+from ato_torch import _bridge, _calls, _direct, _modes, _profiling, _programs
 
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _calls.PARAMETERS
@@ -41,21 +40,21 @@ def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> T
       options: The other arguments of `prepare`.
     """
     leaves = list(tensors.values())
-    _refuse_forward_mode(leaves)
+    _modes.refuse_forward_mode(leaves)
     differentiates = torch.is_grad_enabled() and any(
         tensor.requires_grad for name, tensor in tensors.items() if name not in PARAMETERS
     )
     if torch.compiler.is_compiling():
         names, values = tuple(options), options.values()
-        transformed = _is_transformed()
+        transformed = _modes.is_transformed()
         # Inside a transform no tensor shows whether torch.func needs its gradient.
         training = differentiates or (transformed and torch.is_grad_enabled())
         text = _text(op, tuple(tensors), training, names, *values)
         return _transformed(text, *leaves) if transformed else _forward(text, leaves)
     program = program_of(op, tuple(tensors), leaves, differentiates, options)
-    if _is_transformed():
+    if _modes.is_transformed():
         return _Call.apply(program, *leaves)
-    if not runs_plainly(leaves):
+    if not _modes.runs_plainly(leaves):
         return _forward(program.text, leaves)
     return run_plainly(program, leaves, differentiates)
 
@@ -167,43 +166,6 @@ class _Known:
         return [self.turned and each for each in tensors], [self.turned] * sum(needed)
 
 
-def runs_plainly(tensors: Tensors) -> bool:
-    """Whether no compiler, transform or mode is active, and all tensors are of PyTorch's own type.
-
-    A fake tensor, for one, is not.
-    """
-    if torch.compiler.is_compiling() or _is_transformed() or torch._C._len_torch_dispatch_stack():
-        return False
-    for tensor in tensors:
-        if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-            return False
-    return True
-
-
-# Evaluated while tracing: torch.compile would replace the empty stack by a value other than None.
-@torch.compiler.assume_constant_result
-def _is_transformed() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def is_forward_mode() -> bool:
-    """Whether PyTorch's forward mode is on."""
-    return forward_ad._current_level >= 0
-
-
-def _refuse_forward_mode(tensors: Tensors) -> None:
-    """Refuses forward mode: an op without a rule for it would silently drop the tangents."""
-    if not is_forward_mode():
-        return
-    transforms = torch._C._functorch.get_interpreter_stack() or ()
-    if any(one.key() == torch._C._functorch.TransformType.Jvp for one in transforms) or any(
-        forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    ):
-        raise NotImplementedError(
-            "ato_torch has no forward-mode derivatives (jvp, jacfwd, hessian); use reverse mode"
-        )
-
-
 @torch.compiler.assume_constant_result
 def _text(
     op: str, arrays: tuple[str, ...], training: bool, names: tuple[str, ...], *values: Any
@@ -254,7 +216,7 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def forward(program: _programs.Program, *tensors: torch.Tensor) -> Any:
-        if not runs_plainly(tensors):
+        if not _modes.runs_plainly(tensors):
             return tuple(_forward(program.text, tensors))
         return tuple(_profiling.execute(program, program.forward, tensors))
 
@@ -270,11 +232,11 @@ class _Call(torch.autograd.Function):
         needed = tuple(ctx.needs_input_grad[1:])
         given = tuple(cotangent is not None for cotangent in cotangents)
         chosen = [cotangent for cotangent in cotangents if cotangent is not None]
-        _refuse_forward_mode(chosen)
+        _modes.refuse_forward_mode(chosen)
         if any(map(is_batch, chosen)):
             return _one_by_one(_Call.backward, ctx, cotangents)
         tensors = [*ctx.saved_tensors, *chosen]
-        if torch.is_grad_enabled() or not runs_plainly(tensors):
+        if torch.is_grad_enabled() or not _modes.runs_plainly(tensors):
             gradients = _Gradient.apply(ctx.program, needed, given, *tensors)
         else:
             backward = ctx.program.backward(needed, given)
@@ -306,11 +268,11 @@ class _KnownCall(torch.autograd.Function):
         known, needed = ctx.known, ctx.needs_input_grad[1:]
         tensors = list(ctx.saved_tensors)
         chosen = [cotangent for cotangent in cotangents if cotangent is not None]
-        _refuse_forward_mode(chosen)
+        _modes.refuse_forward_mode(chosen)
         if any(map(is_batch, chosen)):
             return _one_by_one(_KnownCall.backward, ctx, cotangents)
         alone = cotangents[0] is not None and len(chosen) == 1
-        plainly = not torch.is_grad_enabled() and runs_plainly([*tensors, *chosen])
+        plainly = not torch.is_grad_enabled() and _modes.runs_plainly([*tensors, *chosen])
         if alone and plainly:
             gradients = known.backward(needed, [*tensors, *chosen])
             if gradients is not None:
@@ -373,7 +335,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(program: _programs.Program, needed: Any, given: Any, *tensors: Any) -> Any:
-        if not runs_plainly(tensors):
+        if not _modes.runs_plainly(tensors):
             return tuple(_backward(program.text, tensors, needed, given))
         function = program.backward(needed, given)
         return tuple(_profiling.execute(program, function, tensors, backward=True))
@@ -486,7 +448,7 @@ def _differentiate(ctx: Any, cotangents: Tensors) -> tuple[None, list[torch.Tens
         for each, output in zip(cotangents, saved[-ctx.outputs :], strict=True)
     ]
     chosen = [each for each, is_given in zip(cotangents, given, strict=True) if is_given]
-    _refuse_forward_mode(chosen)
+    _modes.refuse_forward_mode(chosen)
     gradients = _backward(ctx.call, [*saved, *chosen], needed, given)
     return None, _placed(needed, gradients)
 

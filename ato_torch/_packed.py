@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ato_torch import _checks, _ops
+from ato_torch import _checks, _modes
 from ato_torch._checks import Integers
 
 
@@ -44,7 +44,7 @@ def ends_of(sequences: Sequences, q: torch.Tensor) -> torch.Tensor | None:
             )
         if ends.device.type != "cpu":
             _checks.check_place(name, ends, q, whose="q")
-        elif _ops.runs_plainly([ends]):
+        elif _modes.runs_plainly([ends]):
             found = ends.tolist()
             if found[0] != 0 or found[-1] != T or sorted(found) != found:
                 raise ValueError(f"{name} must rise from 0 to T={T}, got {found}")
