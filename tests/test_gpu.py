@@ -286,7 +286,10 @@ CALLS_OF_FLOAT8: list[tuple[tuple[int, int, int, int, int], dict[str, Any]]] = [
     ((2048, 2048, 4, 1, 64), {"causal": True, "layout": "bhtd"}),
     ((1024, 2048, 2, 2, 256), {"causal": True}),
     ((1003, 1301, 4, 2, 64), {"causal": True, "kv_lengths": np.array([1301, 700])}),
-    ((777, 777, 2, 2, 128), {"window": (300, 5), "softcap": 8.0, "sinks": np.array([0.5, -1.0])}),
+    (
+        (777, 777, 2, 2, 128),
+        {"window": (300, 5), "softcap": 8.0, "sinks": np.array([0.5, -1.0], "f4")},
+    ),
     ((1024, 1024, 2, 2, 96), {"segment_ids": np.arange(1024)[None].repeat(2, 0) // 300}),
 ]
 
