@@ -777,10 +777,6 @@ DELTA_FACTORS: dict[str, tuple[Any, ...]] = {
     "x64": (False, True),
     "alone": (False, True),
 }
-# Where keys are alike and betas lie between 1 and 2, a chunk's corrections change sign from step to
-# step and cancel. One rounding of each leaves up to 2.2e-2 of dq and ddecay, which is more than the
-# budgets: `docs/numerics.md` says so. A decay per channel has its corrections in two parts.
-CORRECTIONS_CANCEL = "alike", "up to 2"
 DELTA_RULE = Space(
     "gated_delta_rule",
     {
@@ -792,13 +788,6 @@ DELTA_RULE = Space(
         "heads": tuple(SMALL_HEADS),
         "dtype": tuple(DTYPES),
     },
-    rules=(
-        Rule(
-            ("keys", "beta", "dtype"),
-            lambda keys, beta, dtype: (keys, beta) == CORRECTIONS_CANCEL and dtype == "TF32",
-            None,
-        ),
-    ),
     triples=("decay", "padding", "segments", "initial_state", "return_state", "normalize_qk"),
     backend="xla",
 )
@@ -831,11 +820,6 @@ MOSAIC_DELTA_RULE = Space(
             lambda lengths, decay, initial_state: (
                 lengths == "T = 1" and decay == "step" and not initial_state
             ),
-            None,
-        ),
-        Rule(
-            ("keys", "beta", "decay"),
-            lambda keys, beta, decay: (keys, beta) == CORRECTIONS_CANCEL and decay != "channel",
             None,
         ),
         Rule(
