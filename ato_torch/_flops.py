@@ -12,6 +12,7 @@ chunks add to that.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -81,6 +82,7 @@ def _backward(text: str, tensors: Sequence[Size], *_: Any, **__: Any) -> int:
     return times * _of_call(call, inputs, True, call.batched)
 
 
+@functools.cache  # PyTorch refuses a second formula, which reloading the package would give
 def register() -> None:
     """Makes PyTorch count both ops, in every mode of this process."""
     register_flop_formula(torch.ops.ato.forward)(_forward)
