@@ -126,7 +126,8 @@ def _for_cotangents(call: Call, given: Any) -> Call:
     """The call of a backward pass, where `given` has for each output whether its cotangent may be
     other than zero."""
     fewer = dataclasses.replace(call, spec=call.op.for_cotangents(call.spec, given))
-    # What the forward pass kept may be for the kernels of its own spec alone.
+    # The forward pass kept arrays for the backend and block sizes of its own spec. Others may be
+    # unable to read them.
     same = fewer == call or (
         choosing.choose_if_any(fewer, "backward") == choosing.choose_if_any(call, "backward")
     )

@@ -150,7 +150,7 @@ def _dummy_inputs(model: torch.nn.Module) -> dict[str, Any]:
 
 
 class _Watch(Mode):
-    """What the layers of a model call."""
+    """Records which functions the layers of a model call in one forward pass."""
 
     # Otherwise an operator that takes functions, as FlexAttention's does, raises an error.
     supports_higher_order_operators = True

@@ -771,7 +771,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[Found]]:
 
 
 def tables(path: Path) -> list[Table]:
-    """Of a file that `write` wrote: how many rows it has, and those in which `None` is behind."""
+    """A table of the rows in which `None` is behind, from a file that `write` wrote; its note
+    counts all rows."""
     facts, found = read(path)
     if not found:
         return []

@@ -66,7 +66,7 @@ OTHERS: dict[Callable[[Path], list[Table]], str] = {
     latency.tables: "latency",
     memory.tables: "memory",
 }
-# Of a file that names no commit.
+# The report says this where a file of results names no commit.
 OLD_KERNELS = (
     "The rows of softmax attention were measured before the Mosaic GPU forward kernel for Hopper "
     "was there: they ran by cuDNN or Triton. The "

@@ -206,7 +206,7 @@ def _rates(found: Results) -> str:
 
 @functools.cache
 def facts() -> dict[str, Any]:
-    """What is noted of a file whose rows are JAX's alone."""
+    """The card, commit and versions that a file of results names, where JAX alone was measured."""
     here = device.describe(jax.devices()[0])
     return {
         "device": here.name,
@@ -218,7 +218,7 @@ def facts() -> dict[str, Any]:
 
 
 def told_of(found: Mapping[str, Any]) -> str:
-    """The same in words, below a table."""
+    """What `facts` returned, as a sentence below a table."""
     about = found.get("about", {})
     told = [about.get("date", ""), f"commit {found.get('commit') or 'not noted'}"]
     told += [f"JAX {found.get('jax', 'not noted')}"]

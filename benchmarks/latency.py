@@ -154,7 +154,7 @@ def _row(told: dict[str, Any]) -> Latency:
 
 
 def tables(path: Path) -> list[Table]:
-    """Of a file that `write` wrote."""
+    """The table of a file that `write` wrote, or none where it has no rows."""
     facts, found = kept.rows_of(path, "latency", _row)
     return [table(found, kept.told_of(facts))] if found else []
 

@@ -236,7 +236,8 @@ def _shape_of_registers() -> tuple[int, ...]:
 
 
 def _widened_columns(word: Any) -> list[Any]:
-    """Of 8 bits of two columns in two rows, one behind the other: each column's pair in float16."""
+    """Widens a word, which holds two columns of two rows in 8 bits, to float16: for each column
+    the pair of its two rows."""
     text = """{
 .reg .b32 pairs;
 .reg .b16 first, second;

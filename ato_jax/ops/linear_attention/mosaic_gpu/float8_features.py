@@ -36,7 +36,7 @@ LEAST_BOUND, MOST_BOUND = 2.0**-100, 2.0**100
 
 
 def dtype_of(spec: LinearAttentionSpec) -> Any:
-    """Of the factors of phi(k)^T v."""
+    """The dtype of both factors of phi(k)^T v."""
     return F16 if spec.feature_map.name in LINEAR else BF16
 
 
@@ -77,7 +77,7 @@ def begin(spec: LinearAttentionSpec, x: jax.Array, scale: Any, power: Any, first
 
 
 def finish(spec: LinearAttentionSpec, begun: jax.Array, count: Any) -> jax.Array:
-    """The same rounded, and 0 behind the first `count` keys."""
+    """What `begin` returned, rounded to the factors' dtype; 0 behind the first `count` keys."""
     if count is not None:
         begun = jnp.where(mosaic.hidden_position(1) < count, begun, 0.0)
     return mosaic.rounded(begun, dtype_of(spec))

@@ -11,17 +11,17 @@
                                          v16  values -> values16 -> sums
 
     symbol     shape          where
-    phi(k)^T   [64, C]        registers of sums, from k8 as it is, transposed by its load; times a
-                              power of two in float16 (`float8_features.py`)
+    phi(k)^T   [64, C]        registers of sums, from k8 transposed by its load; in bfloat16, or for
+                              relu and identity in float16 times a power of two
+                              (`float8_features.py`)
     v16        [C, V]         shared memory, unscaled: S has v_scale as a number per head
     ones       [C, 8]         shared memory: z is a product, too
     S, z       [64, V + 8]    registers of sums
 
 Instructions bound this kernel: at 4.2 TB/s, 64 rows of 64 columns of k8 and v8 arrive in 460 cycles
-of an SM, in which its four schedulers issue 1840. So numbers are handled two or more at once. k^T
-is loaded by instructions that transpose 16 bits, which here are two of 8 bits. v is loaded and
-stored 16 bytes at a time. With an elu + 1, a warp of `sums` takes 229 instructions for 64 rows, and
-one of `values` 56: 1140 in all.
+of an SM, and a warp scheduler issues one instruction a cycle. So an instruction handles two numbers
+or more where it can. k^T is loaded by instructions that transpose 16 bits, which here are two of 8
+bits. v is loaded and stored 16 bytes at a time.
 
 Two warpgroups sum. Heads of 128 columns give each of them half of S. Heads of 64 columns have one
 such half, so a group is two chunks, each warpgroup has one of them, and each leaves sums of its
