@@ -8,13 +8,12 @@ As `tests.aot_mosaic` does for linear attention, which says how.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from typing import Any
 
 from tests.aot_mosaic import (
-    IN_THIS_PROCESS,
     Compiled,
+    command,
     compiled_kernels,
     compiled_on_hopper,
     printed_by,
@@ -104,11 +103,7 @@ def main(call: Call) -> None:
 
 
 def run(*arguments: str) -> None:
-    *here, call = arguments
-    if here == [IN_THIS_PROCESS]:
-        main(Call(**json.loads(call)))
-    else:
-        print(*compile_all(Call(**json.loads(call))), sep="\n")
+    command(arguments, Call, main, compile_all)
 
 
 if __name__ == "__main__":

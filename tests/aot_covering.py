@@ -12,14 +12,8 @@ import json
 import sys
 from typing import Any
 
-from tests.aot_mosaic import (
-    IN_THIS_PROCESS,
-    Compiled,
-    compiled_kernels,
-    compiled_on_hopper,
-    printed_by,
-    sharding_on_hopper,
-)
+from tests import aot_mosaic
+from tests.aot_mosaic import IN_THIS_PROCESS, Compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +26,7 @@ class Rows:
 
 def compile_rows(rows: Rows) -> list[Compiled]:
     """Their kernels, forward and backward."""
-    return compiled_kernels(printed_by("tests.aot_covering", rows))
+    return aot_mosaic.compiled_kernels(aot_mosaic.printed_by("tests.aot_covering", rows))
 
 
 def main(rows: Rows) -> None:
@@ -41,7 +35,7 @@ def main(rows: Rows) -> None:
     from tests import covering
 
     space = covering.SPACES[rows.name]
-    sharding = sharding_on_hopper()
+    sharding = aot_mosaic.sharding_on_hopper()
 
     def described(array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
@@ -51,14 +45,15 @@ def main(rows: Rows) -> None:
         print(f"row {number} ({covering.label(row)})", flush=True)
         with covering.as_on_a_card(row):
             function, traced = covering.program(space, row)
-            compiled_on_hopper(function, sharding, [jax.tree.map(described, traced)])
+            aot_mosaic.compiled_on_hopper(function, sharding, [jax.tree.map(described, traced)])
 
 
 def run(first: str, *rest: str) -> None:
-    if first == IN_THIS_PROCESS:
-        main(Rows(**json.loads(rest[0])))
-    else:
-        print(*compile_rows(Rows(first, list(map(int, rest)))), sep="\n")
+    """From a name and numbers, or as `aot_mosaic.command`."""
+    if first != IN_THIS_PROCESS:
+        rows = Rows(first, list(map(int, rest)))
+        first, rest = json.dumps(dataclasses.asdict(rows)), ()
+    aot_mosaic.command([first, *rest], Rows, main, compile_rows)
 
 
 if __name__ == "__main__":

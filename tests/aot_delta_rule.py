@@ -14,10 +14,10 @@ import sys
 from typing import Any
 
 from tests.aot_mosaic import (
-    IN_THIS_PROCESS,
     SCHEDULE,
     Compiled,
     _launches,
+    command,
     compiled_kernels,
     compiled_on_hopper,
     printed_by,
@@ -92,11 +92,7 @@ def main(call: Call) -> None:
 
 
 def run(*arguments: str) -> None:
-    *here, call = arguments
-    if here == [IN_THIS_PROCESS]:
-        main(Call(**json.loads(call)))
-    else:
-        print(*compile_call(Call(**json.loads(call))), sep="\n")
+    command(arguments, Call, main, compile_call)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -66,6 +67,8 @@ device_description_str: "NVIDIA H200"
 """
 # Ahead of a call: to be compiled in this process, which has the plugin.
 IN_THIS_PROCESS = "--in-this-process"
+# A description of calls, a dataclass.
+Kind = TypeVar("Kind")
 NO_LAUNCH = {"parameter", "constant", "get-tuple-element", "bitcast", "tuple"}
 SCHEDULE = "what is launched: "
 COMPILING = "Compiling entry function"
@@ -156,6 +159,23 @@ def printed_by(module: str, call: Any, machine_code: bool = False) -> str:
     if machine_code and done.stdout.count(COMPILING) != len([*hazards.kernels_of(done.stdout)]):
         raise RuntimeError(f"{call} was not disassembled: {done.stdout[-4000:]}")
     return done.stdout
+
+
+def command(
+    arguments: Sequence[str],
+    kind: Callable[..., Kind],
+    compile_here: Callable[[Kind], None],
+    found_of: Callable[[Kind], Iterable[Any]],
+) -> None:
+    """Runs `python -m` of a module that compiles calls of a `kind`, given one as JSON: prints what
+    it finds, or compiles in this process, as `printed_by` asks.
+    """
+    *here, told = arguments
+    call = kind(**json.loads(told))
+    if here == [IN_THIS_PROCESS]:
+        compile_here(call)
+    else:
+        print(*found_of(call), sep="\n")
 
 
 def compile_call(call: Call, machine_code: bool = False) -> Found:
@@ -298,11 +318,7 @@ def main(call: Call) -> None:
 
 
 def run(*arguments: str) -> None:
-    *here, call = arguments
-    if here == [IN_THIS_PROCESS]:
-        main(Call(**json.loads(call)))
-    else:
-        print(compile_call(Call(**json.loads(call))))
+    command(arguments, Call, main, lambda call: [compile_call(call)])
 
 
 if __name__ == "__main__":

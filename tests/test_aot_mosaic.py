@@ -9,13 +9,15 @@ both ways, of narrow and of wide heads. After a change to the kernels, compile a
 from __future__ import annotations
 
 import collections
+import dataclasses
+import json
 import os
 from types import ModuleType
 
 import jax
 import pytest
 
-from tests import aot_attention, aot_mosaic
+from tests import aot_attention, aot_covering, aot_delta_rule, aot_mosaic
 from tests.aot_mosaic import Call, Compiled, Found, compile_call, requires_plugin
 
 # Kernels launched in all, and bytes of registers that each spills: what is not here spills none.
@@ -176,22 +178,29 @@ OUTPUT = Compiled("output", 96, 8, True)
         (
             aot_mosaic,
             "compile_call",
-            '{"B": 1, "T": 64, "H": 1, "D": 128}',
+            ['{"B": 1, "T": 64, "H": 1, "D": 128}'],
             Found([OUTPUT], collections.Counter(output=1)),
         ),
-        (aot_attention, "compile_all", '{"T": 64, "D": 128}', [OUTPUT]),
+        (aot_attention, "compile_all", ['{"T": 64, "D": 128}'], [OUTPUT]),
+        (aot_delta_rule, "compile_call", ['{"T": 64, "D": 128}'], [OUTPUT]),
+        (aot_covering, "compile_rows", ["mosaic_delta_rule", "0", "5"], [OUTPUT]),
     ],
 )
 def test_the_commands_start_a_process_with_the_plugin(
     module: ModuleType,
     compiles: str,
-    call: str,
+    call: list[str],
     found: object,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The JAX of `make venv` cannot compile for a card by itself."""
-    monkeypatch.setattr(module, compiles, lambda call: found)
-    module.run(call)
+    asked, here = [], []
+    monkeypatch.setattr(module, compiles, lambda call: asked.append(call) or found)
+    module.run(*call)
     told = capsys.readouterr().out
     assert told.startswith("output: 96 registers a thread, 8 bytes spilled, products serialized\n")
+    # That process compiles the same call, and starts no other.
+    monkeypatch.setattr(module, "main", here.append)
+    module.run(aot_mosaic.IN_THIS_PROCESS, json.dumps(dataclasses.asdict(asked[0])))
+    assert here == asked and len(asked) == 1
