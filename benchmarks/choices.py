@@ -838,15 +838,10 @@ def write(all_found: Iterable[Found], facts: dict[str, Any]) -> None:
 
 def earlier(facts: dict[str, Any]) -> dict[Group, Found]:
     """The rows of the file that a run with --resume goes on with."""
-    if not FLAGS.resume:
-        return {}
-    path = Path(FLAGS.json)
-    if not path.exists():
-        print(f"There are no figures in {path} yet: the run begins them", flush=True)
-        return {}
-    there, rows = read(path)
-    kept.demand_same(path, there, facts)
-    print(f"{sum(not one.doubt for one in rows)} of {len(rows)} rows there are steady", flush=True)
+    rows = kept.earlier_rows(NAME, lambda row: Found(**row), facts)
+    if rows:
+        told = f"{sum(not one.doubt for one in rows)} of {len(rows)} rows there are steady"
+        print(told, flush=True)
     return {(found.row, found.phase): found for found in rows}
 
 

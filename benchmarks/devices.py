@@ -312,41 +312,23 @@ def reason(error: Exception) -> str:
 
 
 @dataclasses.dataclass
-class Found:
-    """One row. `seconds` are those of a call on one device and on all; `wrong` or `skipped` is why
-    there are none.
+class Found(noise.InTurns):
+    """One row: a call on one device, and on all.
 
     `sends` are the collectives of the program, `received` the bytes that one device receives,
     `collective_seconds` what they take in a trace on the mean of the devices, and `kernels` the
-    custom calls of the program on each device, by backend. `load` is what other programs did while
-    it was timed; files that were written before it was noted have none.
+    custom calls of the program on each device, by backend.
     """
 
     row: str
     phase: str
     devices: int
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    batches: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     work: int = 1
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    wrong: str = ""
-    skipped: str = ""
     sends: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     received: int = 0
     collective_seconds: float | None = None
     kernels: dict[str, int] = dataclasses.field(default_factory=dict)
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    load: str = ""
-
-    @property
-    def doubt(self) -> str:
-        """Why nothing may be concluded from its times."""
-        return noise.doubt_of_row(self.batches, self.load)
-
-    @property
-    def again(self) -> bool:
-        """Whether a run with --resume measures it again."""
-        return bool(self.doubt or self.wrong or self.skipped)
 
     @property
     def speed_up(self) -> float | None:
@@ -536,19 +518,10 @@ RowKey = tuple[str, str, int]
 
 def earlier(facts: dict[str, Any]) -> dict[RowKey, Found]:
     """The rows of the file that a run with --resume goes on with."""
-    if not FLAGS.resume:
-        return {}
-    path = Path(FLAGS.json)
-    told, rows = kept.rows_of(path, NAME, found_of)
-    kept.demand_same(path, told, facts)
-    print(f"{sum(not one.again for one in rows)} of {len(rows)} rows there stay", flush=True)
+    rows = kept.earlier_rows(NAME, Found.of_file, facts)
+    if rows:
+        print(f"{sum(not one.again for one in rows)} of {len(rows)} rows there stay", flush=True)
     return {(found.row, found.phase, found.devices): found for found in rows}
-
-
-def found_of(row: dict[str, Any]) -> Found:
-    """A row of a file that `write` wrote, which has more: what follows from the times."""
-    fields = [field.name for field in dataclasses.fields(Found)]
-    return Found(**{name: row[name] for name in fields if name in row})
 
 
 def counts() -> list[int]:

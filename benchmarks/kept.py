@@ -239,6 +239,24 @@ def rows_of(
     return told, rows
 
 
+def earlier_rows(
+    suite: str, row_of: Callable[[dict[str, Any]], Own], facts: Mapping[str, Any]
+) -> list[Own]:
+    """The rows of the file that a run with --resume goes on with; none where it is yet to come.
+
+    Each row is of one machine, and so are its ratios: another machine may go on.
+    """
+    path = Path(FLAGS.json)
+    if not FLAGS.resume:
+        return []
+    if not path.exists():
+        print(f"There are no figures in {path} yet: the run begins them", flush=True)
+        return []
+    there, rows = rows_of(path, suite, row_of)
+    demand_same(path, there, facts)
+    return rows
+
+
 def demand_same(path: Path, earlier: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raises an error where the facts of a file and of this run differ, so that it cannot go on."""
     if differ := differences(earlier, here, "there", "here"):

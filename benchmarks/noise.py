@@ -7,8 +7,10 @@ title and no ratio is made of it.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 from benchmarks import summary
 
@@ -73,6 +75,39 @@ def doubt_of_row(by_name: Mapping[str, Sequence[float]], load: str = "") -> str:
     told = ((name, doubt_of_batches(batches)) for name, batches in by_name.items())
     reasons = [f"{name}: {reason}" for name, reason in told if reason]
     return "; ".join(reasons[:1] + [load] * bool(load))
+
+
+@dataclasses.dataclass(kw_only=True)
+class InTurns:
+    """A row of programs that are timed in turns, by what each is called: seconds of one call, the
+    batches that these are the median of, and the errors for which the programs were compared.
+    `wrong` or `skipped` is why there are no seconds; `load` is what other programs did meanwhile.
+    """
+
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    batches: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
+    wrong: str = ""
+    skipped: str = ""
+    load: str = ""
+
+    @property
+    def doubt(self) -> str:
+        """Why nothing may be concluded from its times."""
+        return doubt_of_row(self.batches, self.load)
+
+    @property
+    def again(self) -> bool:
+        """Whether a run with --resume measures it again."""
+        return bool(self.doubt or self.wrong or self.skipped)
+
+    @classmethod
+    def of_file(cls, told: Mapping[str, Any]) -> Self:
+        """From a row of a file, which has more, what follows from the times, and may lack fields
+        that were added later.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: told[name] for name in names if name in told})
 
 
 def busy(reason: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import noise, results, scaling
 from benchmarks.cases import PHASES
-from benchmarks.devices import GROUPS, Case, found_of
+from benchmarks.devices import GROUPS, Case, Found
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 BEGIN, END = "<!-- scaling -->", "<!-- /scaling -->"
@@ -156,7 +156,7 @@ def by_call(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for row in sorted(rows, key=lambda row: row["devices"]):
         phases = found.setdefault(str(CASES[row["row"]].call), {})
-        if "one" in row["seconds"] and not found_of(row).doubt:
+        if "one" in row["seconds"] and not Found.of_file(row).doubt:
             phases[row["phase"]] = row["seconds"]["one"]
     return found
 
@@ -166,7 +166,7 @@ def line(row: dict[str, Any], alone: dict[str, float]) -> list[str]:
     one, many = row["seconds"]["one"], row["seconds"]["all"]
     taken = row.get("collective_seconds")
     model = predicted(case, row["phase"], n, alone | {row["phase"]: one})
-    doubt = found_of(row).doubt
+    doubt = Found.of_file(row).doubt
     mark, model = noise.MARK * bool(doubt), None if doubt else model
     return [
         row["row"].replace("_", " "),
@@ -201,7 +201,7 @@ def section(path: Path) -> str:
             "same bits. The time of the collectives is a trace's, on the mean of the GPUs: it has "
             "what they wait for each other, and may pass beside other kernels.",
             table(header, [line(row, alone[str(CASES[row["row"]].call)]) for row in rows]),
-            *[noise.LEGEND] * any(found_of(row).doubt for row in rows),
+            *[noise.LEGEND] * any(Found.of_file(row).doubt for row in rows),
         ]
     )
 

@@ -78,29 +78,12 @@ CASES = {
 
 
 @dataclasses.dataclass
-class Step:
-    """One row: seconds of a step by both, and what they were compared for. `wrong` or `skipped` is
-    why there are none."""
+class Step(noise.InTurns):
+    """One row: a step by both, the host's seconds of it and the bytes beyond the weights."""
 
     case: str
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    batches: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     host: dict[str, float] = dataclasses.field(default_factory=dict)
     memory: dict[str, int] = dataclasses.field(default_factory=dict)
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-    wrong: str = ""
-    skipped: str = ""
-    load: str = ""
-
-    @property
-    def doubt(self) -> str:
-        """Why nothing may be concluded from its times."""
-        return noise.doubt_of_row(self.batches, self.load)
-
-    @property
-    def again(self) -> bool:
-        """Whether a run with --resume measures it again."""
-        return bool(self.doubt or self.wrong or self.skipped)
 
     @property
     def ratio(self) -> float | None:
@@ -312,20 +295,6 @@ def write(rows: Iterable[Step], facts: dict[str, Any]) -> None:
         results.write(Path(FLAGS.json), json.dumps({**facts, "rows": told}, indent=1) + "\n")
 
 
-def step_of(row: dict[str, Any]) -> Step:
-    """A row of a file that `write` wrote, which has more: what follows from the times."""
-    return Step(**{field.name: row[field.name] for field in dataclasses.fields(Step)})
-
-
-def earlier(facts: dict[str, Any]) -> dict[str, Step]:
-    """The rows of the file that a run with --resume goes on with."""
-    if not FLAGS.resume:
-        return {}
-    told, rows = kept.rows_of(Path(FLAGS.json), NAME, step_of)
-    kept.demand_same(Path(FLAGS.json), told, facts)
-    return {row.case: row for row in rows}
-
-
 def main() -> int:
     start = time.monotonic()
     platform = ours.platform()
@@ -348,7 +317,6 @@ def main() -> int:
         return 1
     facts = {
         "device": torch.cuda.get_device_name() if platform == "gpu" else demo.processor(),
-        "machine": machine.identity(),
         "commit": machine.commit(),
         "ato_jax": ato_jax.__version__,
         "jax": jax.__version__,
@@ -356,7 +324,7 @@ def main() -> int:
         "about": machine.about(),
     }
     print(f"{facts['device']}; JAX {facts['jax']}, PyTorch {facts['torch']}", flush=True)
-    found = earlier(facts)
+    found = {row.case: row for row in kept.earlier_rows(NAME, Step.of_file, facts)}
     wanted = [case for case in wanted if str(case) not in found or found[str(case)].again]
     end = start + (FLAGS.within_s or float("inf"))
     kept.clear_the_way()

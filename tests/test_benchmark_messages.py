@@ -165,7 +165,7 @@ def test_a_suite_that_is_stopped_goes_on(suite, tmp_path, monkeypatch, caplog, c
         if suite == "choices":
             return choice(what, phase)
         (case, of_phase), count = what
-        return devices.Found(str(case), of_phase, count, {"one": 1.0, "all": 1.0})
+        return devices.Found(str(case), of_phase, count, seconds={"one": 1.0, "all": 1.0})
 
     monkeypatch.setattr(choices, "_measured", measured)
     monkeypatch.setattr(devices, "measured", measured)

@@ -61,7 +61,7 @@ def test_a_layer_that_is_not_taken_and_a_gradient_that_is_wrong(small, tmp_path,
 
 
 def test_ratios_are_pytorchs_time_over_ours():
-    step = training.Step("a", {"ato_torch": 1.0, "PyTorch": 1.5})
+    step = training.Step("a", seconds={"ato_torch": 1.0, "PyTorch": 1.5})
     step.errors = {"loss": 1e-6, "gradient": 1e-5}
     step.batches = {"ato_torch": [1.0] * 4, "PyTorch": [1.5] * 4}
     assert step.ratio == 1.5 and not step.again
