@@ -30,9 +30,11 @@ from benchmarks import (
     quoted,
     results,
     run,
+    sdpa,
     show,
     side_by_side,
     suites,
+    training,
 )
 from benchmarks.cases import HOST_PHASES, PHASES, Case
 from benchmarks.findings import Found
@@ -65,6 +67,7 @@ OTHERS: dict[Callable[[Path], list[Table]], str] = {
     choices.tables: choices.NAME,
     latency.tables: "latency",
     memory.tables: "memory",
+    training.tables: training.NAME,
 }
 # The report says this where a file of results names no commit.
 OLD_KERNELS = (
@@ -186,6 +189,8 @@ def section(found: Results, name: str) -> str:
         if suite.name == "techniques":
             parts.append(quoted_techniques().markdown())
     parts += [table.markdown() for table in cliffs.findings(found)]
+    for table in sdpa.findings(sdpa.CONTEST)(found):
+        parts += [one.markdown() for one in measured(table)]
     for tables_of_file, folder in OTHERS.items():
         path = run.FOLDER / folder / f"{name}.json"
         parts += [table.markdown() for table in tables_of_file(path)] if path.exists() else []

@@ -34,7 +34,18 @@ import jax
 from absl import flags, logging
 
 import ato_jax
-from benchmarks import demo, kept, machine, noise, other_load, ours, progress, results, timing
+from benchmarks import (
+    demo,
+    kept,
+    machine,
+    noise,
+    other_load,
+    ours,
+    progress,
+    results,
+    side_by_side,
+    timing,
+)
 from benchmarks.results import ResultsError
 from benchmarks.tables import Table
 
@@ -259,11 +270,13 @@ def measured(torch: Any, case: Case, platform: str) -> Step:
             row.batches[name] = list(timed.batches)
     except torch.OutOfMemoryError:
         row.skipped = "out of memory"
+    except Exception as error:  # of a model, or of its library: the next one may run
+        row.wrong = side_by_side.refusal(error)
     return row
 
 
-def table(rows: Iterable[Step]) -> Table:
-    lines, notes = [], []
+def table(rows: Iterable[Step], *more: str) -> Table:
+    lines, notes = [], [*more]
     for row in rows:
         if row.skipped or row.wrong:
             notes.append(f"{row.case}: {row.skipped or 'WRONG: ' + row.wrong}")
@@ -285,6 +298,12 @@ def table(rows: Iterable[Step]) -> Table:
         least = f"the least ratio is {min(ratios):.3f}"
         notes.append(f"{slower} of {len(ratios)} steps are slower; {least}.")
     return Table("A training step by PyTorch over that by ato_torch", head, lines, notes)
+
+
+def tables(path: Path) -> list[Table]:
+    """The table of a file that `write` wrote, or none where it has no rows."""
+    facts, rows = kept.rows_of(path, NAME, Step.of_file)
+    return [table(rows, kept.told_of(facts))] if rows else []
 
 
 def write(rows: Iterable[Step], facts: dict[str, Any]) -> None:
@@ -326,6 +345,8 @@ def main() -> int:
     print(f"{facts['device']}; JAX {facts['jax']}, PyTorch {facts['torch']}", flush=True)
     found = {row.case: row for row in kept.earlier_rows(NAME, Step.of_file, facts)}
     wanted = [case for case in wanted if str(case) not in found or found[str(case)].again]
+    # Ahead of those that are measured again.
+    wanted.sort(key=lambda case: str(case) in found)
     end = start + (FLAGS.within_s or float("inf"))
     kept.clear_the_way()
     write(found.values(), facts)

@@ -6,9 +6,11 @@ it says that nothing is lacking.
 The stages, each a command of its own that goes on with what its file lacks:
 
     report     every suite of the report           DIR/CARD.json
-    cliffs     options beside their base cases     DIR/CARD.json
     latency    a decode loop by percentiles        DIR/latency/CARD.json
     memory     a training step's memory            DIR/memory/CARD.json
+    training   a model's step beside PyTorch's     DIR/training/CARD.json
+    cliffs     options beside their base cases     DIR/CARD.json
+    sdpa       ato_torch beside SDPA's default     DIR/CARD.json
     choices    the backends by name, every second  DIR/choices/CARD.json
                row: the suite by its name has all
 
@@ -26,18 +28,32 @@ where a file is of another machine, version or commit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags, logging
 
 from ato_jax import tuning
-from benchmarks import choices, cliff_rows, cliffs, machine, progress, results, stopping
+from benchmarks import (
+    choices,
+    cliff_rows,
+    cliffs,
+    latency,
+    machine,
+    memory,
+    progress,
+    results,
+    sdpa,
+    stopping,
+    training,
+)
 from benchmarks.cases import PHASES
 from benchmarks.results import NO_TIME_LEFT, ResultsError
 
@@ -110,13 +126,30 @@ def _of_choices(path: Path, platform: str) -> int:
     return len({(str(row), phase) for row in rows for phase in PHASES} - known)
 
 
-def _of_cases(path: Path, _: str) -> int:
-    """Of a file that is written in one go: whether it is there, of this commit."""
+def _of_sdpa(path: Path, platform: str) -> int:
+    known = set()
+    if path.exists():
+        rows = results.read(path).rows
+        known = {row.key for row in rows if row.unavailable != NO_TIME_LEFT}
+    wanted = {
+        (str(case), phase, name)
+        for case, phase in sdpa.CONTEST.groups(platform)
+        for name in (sdpa.OURS, sdpa.THEIRS)
+    }
+    return len(wanted - known)
+
+
+def _of_cases(cases: Mapping[str, Sequence[Any]], path: Path, platform: str) -> int:
+    """The cases that a file lacks, all of them if it is of another commit."""
+    wanted = {str(case) for case in cases[platform]}
     try:
         told = json.loads(path.read_text())
-        return int(not told["rows"] or told["commit"] != machine.commit())
+        if told["commit"] != machine.commit():
+            return len(wanted)
+        measured = {row["case"] for row in told["rows"] if row.get("skipped") != NO_TIME_LEFT}
     except (OSError, ValueError, KeyError, TypeError):
-        return 1
+        return len(wanted)
+    return len(wanted - measured)
 
 
 # Prints where JAX computes.
@@ -140,9 +173,28 @@ def probed() -> tuple[str, str]:
 
 STAGES = (
     Stage("report", ("run", "--suite=report"), "", _of_report),
+    Stage(
+        "latency",
+        ("latency",),
+        "latency",
+        functools.partial(_of_cases, latency.CASES),
+        timed=False,
+    ),
+    Stage(
+        "memory",
+        ("memory",),
+        "memory",
+        functools.partial(_of_cases, memory.CASES),
+        timed=False,
+    ),
+    Stage(
+        training.NAME,
+        ("run", f"--suite={training.NAME}"),
+        training.NAME,
+        functools.partial(_of_cases, training.CASES),
+    ),
     Stage("cliffs", ("run", f"--suite={cliffs.NAME}"), "", _of_cliffs),
-    Stage("latency", ("latency",), "latency", _of_cases, timed=False),
-    Stage("memory", ("memory",), "memory", _of_cases, timed=False),
+    Stage("sdpa", ("run", "--suite=sdpa"), "", _of_sdpa),
     Stage(
         "choices",
         ("run", f"--suite={choices.NAME}", f"--part=1/{CHOICES_EVERY}"),
@@ -150,13 +202,15 @@ STAGES = (
         _of_choices,
     ),
 )
+# Their figures are of one row, so another machine goes on with their files without being told.
+BY_ROW = (training.NAME, choices.NAME)
 
 
 def command_of(stage: Stage, path: Path, seconds: float) -> list[str]:
     command = [sys.executable, "-m", "benchmarks", *stage.command, f"--json={path}"]
     if stage.timed:
         command += ["--resume", f"--within_s={seconds:.0f}"]
-        if FLAGS.another_machine and stage.name != choices.NAME:
+        if FLAGS.another_machine and stage.name not in BY_ROW:
             command.append("--another_machine")
     return command
 

@@ -14,15 +14,19 @@ from benchmarks import __main__ as entry
 from benchmarks import (
     cards,
     cliff_rows,
+    cliffs,
     document,
     findings,
     kept,
+    latency,
     machine,
     memory,
     noise,
     results,
     run,
+    sdpa,
     summary,
+    training,
     whole,
 )
 from benchmarks.cases import Case
@@ -333,19 +337,43 @@ def test_the_whole_report_goes_on_until_nothing_is_lacking(tmp_path, stages, cap
 
 
 def test_stages_know_what_their_files_lack(tmp_path, monkeypatch):
-    counts = [stage.lacking(stage.path(tmp_path, "a_card"), "cpu") for stage in whole.STAGES]
-    assert counts[2:4] == [1, 1] and min(counts) > 0
+    lacks = {stage.name: stage.lacking for stage in whole.STAGES}
     path = tmp_path / "figures.json"
-    path.write_text(json.dumps({"rows": [1], "commit": machine.commit()}))
-    assert whole._of_cases(path, "cpu") == 0
-    path.write_text(json.dumps({"rows": [1], "commit": "another"}))
-    assert whole._of_cases(path, "cpu") == 1
+    counts = {name: lacking(path, "cpu") for name, lacking in lacks.items()}
+    for suite in (latency, memory, training):
+        name = suite.__name__.rpartition(".")[2]
+        cases = [str(case) for case in suite.CASES["cpu"]]
+        assert counts[name] == len(cases) == 2
+        # A command that ended after its first case is not done.
+        for commit, done, left in (
+            (machine.commit(), cases, 0), (machine.commit(), cases[:1], 1), ("another", cases, 2),
+        ):  # fmt: skip
+            rows = [{"case": case} for case in done]
+            path.write_text(json.dumps({"rows": rows, "commit": commit}))
+            assert lacks[name](path, "cpu") == left
+    late = {"case": cases[0], "skipped": results.NO_TIME_LEFT}
+    path.write_text(json.dumps({"rows": [late], "commit": machine.commit()}))
+    assert lacks["training"](path, "cpu") == 2
+    case = sdpa.CONTEST.cases["cpu"][0]
+    assert counts["sdpa"] == 2 * 2 * 2
     step = cliff_rows.STEPS["cpu"][0]
-    reached = dataclasses.replace(row_of("ato_jax", 1.0), case=str(step.row))
-    late = dataclasses.replace(untimed("ato_jax", results.NO_TIME_LEFT), case=str(step.row))
-    for row, fewer in ((reached, 1), (late, 0)):
-        results.write(path, results.json_text(Results(**NOTED, rows=[row])))
-        assert whole._of_cliffs(path, "cpu") == counts[1] - fewer
+    for name, of in (("cliffs", str(step.row)), ("sdpa", str(case))):
+        contender = sdpa.OURS if name == "sdpa" else cliffs.OURS
+        reached = dataclasses.replace(row_of(contender, 1.0), case=of)
+        late = dataclasses.replace(untimed(contender, results.NO_TIME_LEFT), case=of)
+        for row, fewer in ((reached, 1), (late, 0)):
+            results.write(path, results.json_text(Results(**NOTED, rows=[row])))
+            assert lacks[name](path, "cpu") == counts[name] - fewer
+
+
+def test_stages_of_one_row_each_go_on_on_another_machine(tmp_path):
+    with flagsaver.flagsaver(another_machine=True, folder=str(tmp_path)):
+        told = {one.name: whole.command_of(one, tmp_path, 60.0) for one in whole.STAGES}
+    given = [name for name, command in told.items() if "--another_machine" in command]
+    assert given == ["report", "cliffs", "sdpa"]
+    assert [name for name, command in told.items() if "--resume" not in command] == [
+        "latency", "memory",
+    ]  # fmt: skip
 
 
 TOUCHES = """
@@ -467,13 +495,24 @@ def test_other_files_of_a_card_stand_in_the_documents(tmp_path, monkeypatch):
         call | {"row": row, "seconds": {"None": none, "triton": 1.0}, "doubt": doubt}
         for row, none, doubt in (("even", 1.0, ""), ("behind", 1.5, ""), ("noisy", 9.0, "a load"))
     ]
-    for folder, rows in (("latency", [loop]), ("choices", calls)):
+    both = {"ato_torch": 0.01, "PyTorch": 0.012}
+    step = {"case": "a model", "seconds": both, "host": both, "memory": {}, "errors": {}}
+    step["batches"] = {name: [seconds] * 4 for name, seconds in both.items()}
+    for folder, rows in (("latency", [loop]), ("choices", calls), ("training", [step])):
         results.write(tmp_path / folder / "a_card.json", json.dumps(told | {"rows": rows}))
     monkeypatch.setattr(run, "FOLDER", tmp_path)
-    text = document.section(Results(**NOTED, platform="gpu"), "a_card")
+    case = sdpa.CONTEST.cases["gpu"][0]
+    rows = [row_of(sdpa.OURS, 1.0, case), row_of(sdpa.THEIRS, 1.5, case, picked="FLASH")]
+    text = document.section(Results(**NOTED, platform="gpu", rows=rows), "a_card")
+    # Of the suite beside SDPA what was measured alone.
+    said = "SDPA's time over that of ato_torch.attention"
+    lines = [line for line in text.splitlines() if line.startswith("| softmax ")]
+    assert lines == [f"| {case} | FLASH | 1.500 | - |"]
+    assert said not in document.section(Results(**NOTED, platform="gpu"), "a_card")
+    assert "| a model | 1.200 | 10.00 | 12.00 | 10.00 | 12.00 | - | - |" in text
     assert "| a loop | 2.000 | 2.000 | 2.000 | 2.000 | 2.000 | 1000 | 500 |" in text
     assert "| behind | forward | xla | triton | 1.50x |" in text and "even |" not in text
     assert "3 of 142 calls were measured, 2 of them steadily. In 1 `implementation=None`" in text
-    assert text.count("Measured with commit abc, JAX 2, driver 1.") == 2
+    assert text.count("Measured with commit abc, JAX 2, driver 1.") == 3
     # Another card's files are not this one's.
     assert "a loop" not in document.section(Results(**NOTED, platform="gpu"), "b_card")

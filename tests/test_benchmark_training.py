@@ -39,6 +39,13 @@ def test_a_step_on_a_cpu(small, tmp_path, capsys, monkeypatch):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": [row]}))
     monkeypatch.setattr(training, "measured", lambda *_: pytest.fail("measured again"))
     assert run(path, resume=True) == 0
+    # With --resume a run begins the file, too, and another machine goes on with it.
+    assert "machine" not in json.loads(path.read_text())
+    monkeypatch.undo()
+    monkeypatch.setitem(training.CASES, "cpu", [SMALL])
+    monkeypatch.setattr(training, "SECONDS", 0.01)
+    assert run(tmp_path / "begun.json", resume=True) == 0
+    assert len(json.loads((tmp_path / "begun.json").read_text())["rows"]) == 1
     # No time.
     assert run(tmp_path / "none.json", within_s=1e-9) == 0
     assert "no time left" in capsys.readouterr().out
@@ -58,6 +65,31 @@ def test_a_layer_that_is_not_taken_and_a_gradient_that_is_wrong(small, tmp_path,
     assert run(tmp_path / "left.json") == 1
     (row,) = json.loads((tmp_path / "left.json").read_text())["rows"]
     assert row["wrong"] == "ato_torch took 0 of 1 layers"
+
+
+def test_a_model_that_fails_costs_its_own_row(small, tmp_path, monkeypatch, capsys):
+    """It is not measured again before those that were never reached."""
+    other = dataclasses.replace(SMALL, T=16)
+    monkeypatch.setitem(training.CASES, "cpu", [SMALL, other])
+    ours, asked = training.both, []
+
+    def both(torch, case, platform):
+        asked.append(case)
+        if case == SMALL:
+            raise TypeError("no such argument")
+        return ours(torch, case, platform)
+
+    monkeypatch.setattr(training, "both", both)
+    path = tmp_path / "steps.json"
+    assert run(path) == 1
+    wrong, right = json.loads(path.read_text())["rows"]
+    assert wrong["wrong"] == "TypeError: no such argument" and right["seconds"]
+    (table,) = training.tables(path)
+    assert "WRONG: TypeError" in table.markdown() and table.rows[0][0] == str(other)
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | {"rows": [wrong]}))
+    asked.clear()
+    assert run(path, resume=True) == 1 and asked == [other, SMALL]
 
 
 def test_ratios_are_pytorchs_time_over_ours():
