@@ -69,10 +69,12 @@ OURS, BASE = "ato_jax", "ato_jax, base case"
 SECONDS = 0.12
 # Base cases that are kept with their inputs.
 MOST_BASES = 3
-# The other processes compile for at most this part of --within_s.
+# The other processes compile for at most this part of the time that is left.
 COMPILING = 0.5
-# The most seconds that they compile in a run without --within_s.
+# The most seconds that they compile at a time.
 COMPILE_SECONDS = 400
+# Seconds in which they would not have begun.
+SHORTEST_ROUND = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,15 +343,16 @@ def left_out(found: Results) -> list[str]:
 
 
 def compile_ahead(
-    groups: Sequence[tuple[Step, str]], platform: str, seconds: float
+    groups: Sequence[tuple[Step, str]], platform: str, left: float
 ) -> dict[Group, Programs]:
-    """The programs of rows and base cases, compiled by other processes; a CPU has no cores to
-    spare for them.
+    """The programs of rows and base cases, compiled by other processes in a part of the time that
+    is left; a CPU has no cores to spare for them.
     """
-    if platform == "cpu":
+    if platform == "cpu" or left < SHORTEST_ROUND:
         return {}
     both = [(row, phase) for step, phase in groups for row in (step.base, step.row)]
     distinct = list(dict.fromkeys(both))
+    seconds = min(COMPILING * left, COMPILE_SECONDS)
     return choices.compiled_ahead(distinct, platform, seconds, ahead.workers(), by_name=False)
 
 
@@ -397,14 +400,20 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
     every = [(step, phase) for step in steps for phase in phases()]
     groups = [(step, phase) for step, phase in every if (str(step.row), phase, OURS) not in known]
     print(f"{len(groups)} rows to measure, {len(every) - len(groups)} known", flush=True)
-    seconds = min(COMPILING * (end - start), COMPILE_SECONDS)
-    calls = Calls(platform, compile_ahead(groups, platform, seconds))
-    print(f"compiling ahead took {time.monotonic() - start:.0f} s", flush=True)
-    if platform == "gpu":
-        # Rows that this process has to compile come last.
-        groups.sort(key=lambda group: (group[0].row, group[1]) not in calls.programs)
     progress.start(len(groups), end)
-    works = run_rows(groups, calls, found, end)
+    works = True
+    while groups and works:
+        calls = Calls(platform, compile_ahead(groups, platform, end - time.monotonic()))
+        print(f"compiled ahead after {time.monotonic() - start:.0f} s", flush=True)
+        ready = [
+            (step, phase)
+            for step, phase in groups
+            if {(step.row, phase), (step.base, phase)} <= calls.programs.keys()
+        ]
+        # The others are for the next round: this process compiles them one by one.
+        ready = ready or groups
+        works = run_rows(ready, calls, found, end)
+        groups = [group for group in groups if group not in ready]
     found.suites[NAME] = found.suites.get(NAME, 0.0) + time.monotonic() - start
     kept.write(found)
     for table in findings(found):

@@ -231,6 +231,41 @@ def test_the_suite_runs_and_is_resumed(
     assert "refused" in show.text(found, [cliffs.NAME])
 
 
+def test_rows_that_were_not_compiled_in_time_are_compiled_ahead_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rather than by this process, one by one, while the others have nothing to do."""
+    rows = [dataclasses.replace(TINY, T=T) for T in (16, 17, 18, 19, 20)]
+    steps = [Step("lengths", f"T {row.T}", row, rows[0]) for row in rows[1:]]
+    monkeypatch.setitem(cliff_rows.STEPS, "cpu", tuple(steps))
+    monkeypatch.setattr(cliffs.peers, "Peer", Peer)
+    asked, measured = [], []
+    # Of the first round the base case and two rows, of the second one a row without it.
+    ready = iter([[rows[0], *rows[3:]], [rows[1]], []])
+
+    def compile_ahead(groups, platform, left):
+        asked.append(([step.row.T for step, _ in groups], left))
+        return {(row, PHASES[0]): None for row in next(ready)}
+
+    monkeypatch.setattr(cliffs, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(
+        cliffs, "measured",
+        lambda step, phase, *_: measured.append(step.row.T) or row_of(step, phase, 1.0, 1.0),
+    )  # fmt: skip
+    path = tmp_path / "figures.json"
+    with flagsaver.flagsaver(suite=["cliffs"], json=str(path), forward_only=True, within_s=90.0):
+        assert entry.main(["benchmarks", "run"]) == 0
+    assert [lengths for lengths, _ in asked] == [[17, 18, 19, 20], [17, 18]]
+    assert measured == [19, 20, 17, 18]
+    assert 90 > asked[0][1] > asked[1][1] > 0
+    assert len(results.read(path).rows) == 8 and "Left out" not in capsys.readouterr().out
+    # What would not begin in time is not begun.
+    monkeypatch.undo()
+    monkeypatch.setattr(choices, "compiled_ahead", lambda *_, **options: pytest.fail("begun"))
+    group = (STEP, PHASES[0])
+    assert cliffs.compile_ahead([group], "gpu", cliffs.SHORTEST_ROUND - 1) == {}
+
+
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = choices.compiled(TINY, PHASES[0], "cpu", by_name=False)
     assert set(programs.of) == {choices.CHOSEN}
