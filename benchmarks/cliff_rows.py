@@ -24,7 +24,8 @@ from benchmarks import cases, results
 from benchmarks.cases import PHASES
 from benchmarks.choices import FAVOR_FEATURES, Row
 
-GROUPS = ("lengths", "dtypes", "maps", "gates", "heads", "softmax")
+# In the order in which they are measured.
+GROUPS = ("lengths", "dtypes", "maps", "gates", "softmax", "heads")
 
 # Operations per second that exact float32 products are expected to reach.
 FLOAT32_RATE = 50e12

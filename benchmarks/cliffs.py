@@ -17,7 +17,7 @@ reason in place of a time. The table has, the row furthest below its target firs
     reached    share over the share that meets the target
     None is    the backends that `implementation=None` chose
 
-`--rows` takes groups of rows: lengths, dtypes, maps, gates, heads, softmax. All groups together may
+`--rows` takes groups of rows: lengths, dtypes, maps, gates, softmax, heads. All groups together may
 take a card more than ten minutes: `--within_s` ends a run and lists the rows that it left out, and
 `--json=FILE.json --resume` goes on with those. `--part=2/4` takes every fourth row from the second
 on, one process for each card of a machine that has four. On a CPU sizes are tiny, and an option is

@@ -169,7 +169,7 @@ def test_the_table_has_the_worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_flags_are_a_line_and_status_2(caplog: pytest.LogCaptureFixture) -> None:
     for given, said in (
-        ({"rows": ["map"]}, "--rows takes groups of rows, lengths, dtypes, maps, gates, heads"),
+        ({"rows": ["map"]}, "--rows takes groups of rows, lengths, dtypes, maps, gates, softmax"),
         ({"case": "no such call"}, "No row of cliffs contains --case='no such call'"),
         ({"dtype": "float16"}, "no --dtype, no --peer"),
         ({"suite": ["cliffs", "smoke"]}, "cliffs is run alone"),

@@ -356,6 +356,8 @@ def test_stages_know_what_their_files_lack(tmp_path, monkeypatch):
     assert lacks["training"](path, "cpu") == 2
     case = sdpa.CONTEST.cases["cpu"][0]
     assert counts["sdpa"] == 2 * 2 * 2
+    # On a card, a third of its cases.
+    assert lacks["sdpa"](tmp_path / "none.json", "gpu") == len(sdpa.CONTEST.cases["gpu"]) // 3 * 4
     step = cliff_rows.STEPS["cpu"][0]
     for name, of in (("cliffs", str(step.row)), ("sdpa", str(case))):
         contender = sdpa.OURS if name == "sdpa" else cliffs.OURS
@@ -370,7 +372,7 @@ def test_stages_of_one_row_each_go_on_on_another_machine(tmp_path):
     with flagsaver.flagsaver(another_machine=True, folder=str(tmp_path)):
         told = {one.name: whole.command_of(one, tmp_path, 60.0) for one in whole.STAGES}
     given = [name for name, command in told.items() if "--another_machine" in command]
-    assert given == ["report", "cliffs", "sdpa"]
+    assert given == ["report", "sdpa", "cliffs"]
     assert [name for name, command in told.items() if "--resume" not in command] == [
         "latency", "memory",
     ]  # fmt: skip
