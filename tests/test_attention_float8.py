@@ -17,6 +17,7 @@ from ato_jax import device, mosaic
 from ato_jax.ops.attention import api, reading
 from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import float8
+from ato_jax.ops.attention.mosaic_gpu.transposition import transposed
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -123,6 +124,34 @@ def test_the_order_of_keys() -> None:
     assert found.tolist() == one + [16 + key for key in one]
 
 
+@newest
+@pytest.mark.parametrize(
+    "layout, S, G, V, multiple, lengths",
+    [
+        ("bthd", 72, 1, 80, 64, None),
+        ("bthd", 1, 2, 64, 128, None),
+        ("bhtd", 203, 2, 192, 128, [203, 77]),
+    ],
+)
+def test_the_transposition_of_values(
+    layout: str, S: int, G: int, V: int, multiple: int, lengths: list[int] | None
+) -> None:
+    shape = (2, S, G, V) if layout == "bthd" else (2, G, S, V)
+    bits = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    spec = api.AttentionSpec(
+        B=2, T=S, S=S, H=G, G=G, D=V, V=V, dtype="bfloat16", scale=1.0, layout=layout
+    )
+    ends = None if lengths is None else jnp.array(lengths, jnp.int32)
+    with ato_jax.interpret():
+        found = jax.jit(lambda v: transposed(spec, v, multiple, ends))(bits.view(mosaic.F8))
+    wanted = np.zeros((2, S + -S % multiple, G, V), np.uint8)
+    wanted[:, :S] = bits if layout == "bthd" else bits.swapaxes(1, 2)
+    for batch, length in enumerate(lengths or ()):
+        wanted[batch, length:] = 0
+    wanted = np.asarray(mosaic.in_order_of_eight_bits(jnp.asarray(wanted), 1))
+    assert (np.asarray(found).view(np.uint8) == wanted.transpose(0, 2, 3, 1)).all()
+
+
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading.device, "of_call", lambda arrays: H200)
 
@@ -219,5 +248,7 @@ COMPILED = [
 @pytest.mark.parametrize("call", COMPILED, ids=[f"D {call.D}" for call in COMPILED])
 def test_calls_compile(call: aot_attention.Call) -> None:
     """Nothing is spilled, and no product waits for another."""
-    found = aot_attention.compile_call(call)
-    assert not found.serialized and not found.spill_stores, found
+    found = aot_attention.compile_all(call)
+    assert [one.name for one in found] == ["attention_transposition", "attention_forward"]
+    for one in found:
+        assert not one.serialized and not one.spill_stores, one

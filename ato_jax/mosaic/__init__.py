@@ -22,6 +22,7 @@ from ato_jax.mosaic.assembly import in_two_parts as in_two_parts
 from ato_jax.mosaic.assembly import plus_zero as plus_zero
 from ato_jax.mosaic.eight_bit_factors import in_eight_bits as in_eight_bits
 from ato_jax.mosaic.eight_bit_factors import in_order_of_eight_bits as in_order_of_eight_bits
+from ato_jax.mosaic.eight_bit_factors import transposed_bytes as transposed_bytes
 from ato_jax.mosaic.eight_bits import F8 as F8
 from ato_jax.mosaic.eight_bits import copy_eight_bits as copy_eight_bits
 from ato_jax.mosaic.eight_bits import eight_bits as eight_bits
