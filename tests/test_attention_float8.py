@@ -237,6 +237,41 @@ def test_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.eval_shape(lambda x, s: jax.vjp(lambda s: call(x, s), s)[0], *one)
 
 
+@pytest.mark.parametrize(
+    "fields, steps",
+    [
+        ({"S": 1024}, 0),
+        ({"S": 1025}, 8),
+        ({"S": 65536, "D": 256, "V": 256}, 8),
+        ({"S": 2048, "bias": (False,) * 4, "mask": (False,) * 4}, 16),  # steps of 64 keys
+    ],
+)
+def test_sums_are_set_aside_behind_1024_keys(fields: dict[str, Any], steps: int) -> None:
+    sizes = dict(B=2, T=1024, H=4, G=4, D=128, V=128, dtype="bfloat16", scale=0.1)
+    config = float8.default_config(api.AttentionSpec(**sizes | fields), H200)
+    assert config.steps_of_sums == steps
+
+
+def test_sums_set_aside_stay_within_a_warp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step waits there for other warps, nor for the copy engine's view of memory."""
+    on_hopper(monkeypatch)
+    array = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.float8_e4m3fn)
+    scale = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+
+    def commits(config: dict[str, Any]) -> int:
+        def call(x: Any, scale: Any) -> Any:
+            request = api.prepare(
+                x, x, x, scales=(scale,) * 3, return_lse=True, implementation="mosaic_gpu"
+            )
+            own = dataclasses.replace(float8.default_config(request.spec, H200), **config)
+            return float8.forward(request.spec, own, request.inputs)
+
+        return str(jax.make_jaxpr(call)(array, scale)).count("commit_smem")
+
+    # One for all tiles, in `finish`.
+    assert commits({}) == commits({"steps_of_sums": 0}) + 1
+
+
 COMPILED = [
     aot_attention.Call(4096, 128, dtype="float8_e4m3fn", options=dict(causal=True)),
     aot_attention.Call(4096, 64, dtype="float8_e4m3fn"),
