@@ -153,7 +153,7 @@ def test_the_transposition_of_values(
 
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading.device, "of_call", lambda arrays: H200)
+    monkeypatch.setattr(device, "of_call", lambda arrays: H200)
 
 
 def explained(D: int = 128, T: int = 4096, V: int | None = None, **options: Any) -> Any:
@@ -201,6 +201,19 @@ def test_what_is_widened(
     found = explained(**options)
     assert "first; no kernel reads 8 bits" in found.note
     assert found.implementation == implementation
+
+
+@pytest.mark.parametrize("D, pays", [(96, False), (128, True)])
+def test_the_backend_says_whether_reading_pays(
+    D: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = dict(B=2, T=1024, S=1024, H=4, G=4, D=D, V=D, dtype="bfloat16", scale=0.1)
+    spec = api.AttentionSpec(**sizes)
+    assert reading.OP.backend(reading.BACKEND).beats_later_backends(spec, H200, False) == pays
+    on_hopper(monkeypatch)
+    rule = staticmethod(lambda *_: not pays)
+    monkeypatch.setattr(float8._Float8, "beats_later_backends", rule)
+    assert (explained(D).implementation == reading.BACKEND) != pays
 
 
 @pytest.mark.parametrize(

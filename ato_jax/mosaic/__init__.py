@@ -15,9 +15,9 @@
 `docs/architecture.md` has the whole picture on one page. Kernels say `mosaic.multiply`.
 """
 
+from ato_jax.mosaic.assembly import commit_to_warp as commit_to_warp
 from ato_jax.mosaic.assembly import compute_first as compute_first
 from ato_jax.mosaic.assembly import hidden_position as hidden_position
-from ato_jax.mosaic.assembly import commit_to_warp as commit_to_warp
 from ato_jax.mosaic.assembly import in_bf16_parts as in_bf16_parts
 from ato_jax.mosaic.assembly import in_two_parts as in_two_parts
 from ato_jax.mosaic.assembly import plus_zero as plus_zero
