@@ -17,6 +17,7 @@ from ato_jax import device, mosaic
 from ato_jax.ops.attention import api, reading
 from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import float8
+from ato_jax.ops.attention.mosaic_gpu.transposition import transposed
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -123,8 +124,36 @@ def test_the_order_of_keys() -> None:
     assert found.tolist() == one + [16 + key for key in one]
 
 
+@newest
+@pytest.mark.parametrize(
+    "layout, S, G, V, multiple, lengths",
+    [
+        ("bthd", 72, 1, 80, 64, None),
+        ("bthd", 1, 2, 64, 128, None),
+        ("bhtd", 203, 2, 192, 128, [203, 77]),
+    ],
+)
+def test_the_transposition_of_values(
+    layout: str, S: int, G: int, V: int, multiple: int, lengths: list[int] | None
+) -> None:
+    shape = (2, S, G, V) if layout == "bthd" else (2, G, S, V)
+    bits = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    spec = api.AttentionSpec(
+        B=2, T=S, S=S, H=G, G=G, D=V, V=V, dtype="bfloat16", scale=1.0, layout=layout
+    )
+    ends = None if lengths is None else jnp.array(lengths, jnp.int32)
+    with ato_jax.interpret():
+        found = jax.jit(lambda v: transposed(spec, v, multiple, ends))(bits.view(mosaic.F8))
+    wanted = np.zeros((2, S + -S % multiple, G, V), np.uint8)
+    wanted[:, :S] = bits if layout == "bthd" else bits.swapaxes(1, 2)
+    for batch, length in enumerate(lengths or ()):
+        wanted[batch, length:] = 0
+    wanted = np.asarray(mosaic.in_order_of_eight_bits(jnp.asarray(wanted), 1))
+    assert (np.asarray(found).view(np.uint8) == wanted.transpose(0, 2, 3, 1)).all()
+
+
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading.device, "of_call", lambda arrays: H200)
+    monkeypatch.setattr(device, "of_call", lambda arrays: H200)
 
 
 def explained(D: int = 128, T: int = 4096, V: int | None = None, **options: Any) -> Any:
@@ -174,6 +203,19 @@ def test_what_is_widened(
     assert found.implementation == implementation
 
 
+@pytest.mark.parametrize("D, pays", [(96, False), (128, True)])
+def test_the_backend_says_whether_reading_pays(
+    D: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = dict(B=2, T=1024, S=1024, H=4, G=4, D=D, V=D, dtype="bfloat16", scale=0.1)
+    spec = api.AttentionSpec(**sizes)
+    assert reading.OP.backend(reading.BACKEND).beats_later_backends(spec, H200, False) == pays
+    on_hopper(monkeypatch)
+    rule = staticmethod(lambda *_: not pays)
+    monkeypatch.setattr(float8._Float8, "beats_later_backends", rule)
+    assert (explained(D).implementation == reading.BACKEND) != pays
+
+
 @pytest.mark.parametrize(
     "changes, reason",
     [
@@ -208,6 +250,41 @@ def test_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.eval_shape(lambda x, s: jax.vjp(lambda s: call(x, s), s)[0], *one)
 
 
+@pytest.mark.parametrize(
+    "fields, steps",
+    [
+        ({"S": 1024}, 0),
+        ({"S": 1025}, 8),
+        ({"S": 65536, "D": 256, "V": 256}, 8),
+        ({"S": 2048, "bias": (False,) * 4, "mask": (False,) * 4}, 16),  # steps of 64 keys
+    ],
+)
+def test_sums_are_set_aside_behind_1024_keys(fields: dict[str, Any], steps: int) -> None:
+    sizes = dict(B=2, T=1024, H=4, G=4, D=128, V=128, dtype="bfloat16", scale=0.1)
+    config = float8.default_config(api.AttentionSpec(**sizes | fields), H200)
+    assert config.steps_of_sums == steps
+
+
+def test_sums_set_aside_stay_within_a_warp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step waits there for other warps, nor for the copy engine's view of memory."""
+    on_hopper(monkeypatch)
+    array = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.float8_e4m3fn)
+    scale = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+
+    def commits(config: dict[str, Any]) -> int:
+        def call(x: Any, scale: Any) -> Any:
+            request = api.prepare(
+                x, x, x, scales=(scale,) * 3, return_lse=True, implementation="mosaic_gpu"
+            )
+            own = dataclasses.replace(float8.default_config(request.spec, H200), **config)
+            return float8.forward(request.spec, own, request.inputs)
+
+        return str(jax.make_jaxpr(call)(array, scale)).count("commit_smem")
+
+    # One for all tiles, in `finish`.
+    assert commits({}) == commits({"steps_of_sums": 0}) + 1
+
+
 COMPILED = [
     aot_attention.Call(4096, 128, dtype="float8_e4m3fn", options=dict(causal=True)),
     aot_attention.Call(4096, 64, dtype="float8_e4m3fn"),
@@ -219,5 +296,7 @@ COMPILED = [
 @pytest.mark.parametrize("call", COMPILED, ids=[f"D {call.D}" for call in COMPILED])
 def test_calls_compile(call: aot_attention.Call) -> None:
     """Nothing is spilled, and no product waits for another."""
-    found = aot_attention.compile_call(call)
-    assert not found.serialized and not found.spill_stores, found
+    found = aot_attention.compile_all(call)
+    assert [one.name for one in found] == ["attention_transposition", "attention_forward"]
+    for one in found:
+        assert not one.serialized and not one.spill_stores, one

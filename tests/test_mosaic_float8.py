@@ -16,6 +16,7 @@ from test_linear_mosaic import SMALL
 from test_mosaic_maps import bumpy
 
 import ato_jax
+from ato_jax import device
 from ato_jax.ops.linear_attention import api, reading
 from ato_jax.ops.linear_attention.mosaic_gpu import float8, float8_features
 from tests import aot_mosaic, numerics
@@ -159,7 +160,7 @@ def compare(sizes: list[int], options: dict[str, Any]) -> None:
 
 
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading.device, "of_call", lambda arrays: channel.GPU)
+    monkeypatch.setattr(device, "of_call", lambda arrays: channel.GPU)
 
 
 def explained(D: int = 128, T: int = 16384, **options: Any) -> Any:

@@ -15,6 +15,7 @@
 `docs/architecture.md` has the whole picture on one page. Kernels say `mosaic.multiply`.
 """
 
+from ato_jax.mosaic.assembly import commit_to_warp as commit_to_warp
 from ato_jax.mosaic.assembly import compute_first as compute_first
 from ato_jax.mosaic.assembly import hidden_position as hidden_position
 from ato_jax.mosaic.assembly import in_bf16_parts as in_bf16_parts
@@ -22,6 +23,7 @@ from ato_jax.mosaic.assembly import in_two_parts as in_two_parts
 from ato_jax.mosaic.assembly import plus_zero as plus_zero
 from ato_jax.mosaic.eight_bit_factors import in_eight_bits as in_eight_bits
 from ato_jax.mosaic.eight_bit_factors import in_order_of_eight_bits as in_order_of_eight_bits
+from ato_jax.mosaic.eight_bit_factors import transposed_bytes as transposed_bytes
 from ato_jax.mosaic.eight_bits import F8 as F8
 from ato_jax.mosaic.eight_bits import copy_eight_bits as copy_eight_bits
 from ato_jax.mosaic.eight_bits import eight_bits as eight_bits

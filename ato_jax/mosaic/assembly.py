@@ -114,6 +114,22 @@ def plus_zero(x: Any, number: Any) -> Any:
     return x + lax.shift_right_arithmetic(number, jnp.int32(31))
 
 
+def commit_to_warp() -> None:
+    """What a warp's threads stored to shared memory, ahead of loads by other threads of the same
+    warp. Rows of a tile in registers belong to one warp each, and so do stores and loads of them:
+    where a role reads only tiles that it stored itself, it need not wait for its other warps, nor
+    for the copy engine's view of memory (`plgpu.commit_smem`)."""
+    if device.interpreting():
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def sync(_: Any) -> None:
+        instructions("bar.warp.sync 0xffffffff;", "~{memory}", has_side_effects=True)
+
+    sync()
+
+
 def in_two_parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A float32 tile in registers as bfloat16, and as bfloat16 what rounding took from it: 16 bits
     of each number.

@@ -68,6 +68,50 @@ def in_eight_bits(x: jax.Array) -> jax.Array:
     return narrowed(x)
 
 
+def transposed_bytes(x: jax.Array, number: int) -> jax.Array:
+    """Of a transposed tile whose elements are two neighbours in a row, the bytes of the first or of
+    the second: the rows of a product's second factor.
+
+    Args:
+      x: [rows, columns] of uint16 in registers, a column for each row of the factor.
+      number: 0 for the lower bytes, 1 for the upper ones.
+
+    Returns:
+      [rows, columns / 2] of uint16, each two bytes in the order of `in_order_of_eight_bits`. A
+      thread has the four of a word already.
+    """
+    shape = x.shape[0], x.shape[1] // 2
+    if device.interpreting():
+        bytes_ = in_order_of_eight_bits(x >> 8 * number & 0xFF, 1)
+        return bytes_[:, ::2] | bytes_[:, 1::2] << 8
+    own = plgpu.ShapeDtypeStruct(shape, jnp.uint16, layout=TILE)
+
+    @plgpu.inline_mgpu(arg_types=(TILE,), return_type=own)
+    def packed(_: Any, tile: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        pairs = tile.registers.reshape(shape[1] // 8, 2, 2)  # [16 columns, 8 of them, row half]
+        found = np.empty((shape[1] // 8, 2), object)
+        for (block, half), _ in np.ndenumerate(found):
+            words = [
+                ir.Operation.create("llvm.bitcast", results=[word], operands=[pair]).result
+                for pair in pairs[block, :, half]
+            ]
+            text = f"prmt.b32 $0, $1, $2, {0x7531 if number else 0x6420};"
+            bits = assembly.instructions(text, "=r,r,r", words, word)
+            pair = pairs[block, 0, half].type
+            found[block, half] = ir.Operation.create(
+                "llvm.bitcast", results=[pair], operands=[bits]
+            ).result
+        layout = mgpu.WGMMA_LAYOUT
+        return mgpu.FragmentedArray(
+            _registers=found.reshape(layout.registers_shape(shape)),
+            _layout=layout,
+            _is_signed=False,
+        )
+
+    return packed(x)
+
+
 _NARROW = """{
 .reg .b16 lower, upper;
 cvt.rn.satfinite.e4m3x2.f32 lower, $2, $1;

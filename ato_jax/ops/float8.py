@@ -2,27 +2,38 @@
 
     x = values * scale        values [B, T, H, D] of float8_e4m3fn, scale [B, H] float32
 
-Some calls of linear attention have kernels that read 8 bits (`linear_attention/reading.py`). All
-others widen their arrays first, to bfloat16 or, for a float32 output, to float32; they take the
-time of a call on these, and their memory. float8_e4m3fn has 4 significant bits and bfloat16 has 8,
-so a product with a power of two is exact, and one with another scale is rounded once.
+Some calls have kernels that read 8 bits, by a backend of an op of its own, since it takes the
+scales beside the arrays (`reading.py` of linear and of softmax attention). All others widen their
+arrays first, to bfloat16 or, for a float32 output, to float32; they take the time of a call on
+these, and their memory. float8_e4m3fn has 4 significant bits and bfloat16 has 8, so a product with
+a power of two is exact, and one with another scale is rounded once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ato_jax import choosing, dispatch, meshes, programs, quantizing, shapes
+from ato_jax import (
+    checking,
+    choosing,
+    device,
+    dispatch,
+    meshes,
+    programs,
+    quantizing,
+    shapes,
+)
 from ato_jax.ops import common
 from ato_jax.quantizing import FLOAT8
 
 # (q_scale [B, H], k_scale [B, G], v_scale [B, G])
 Scales = tuple[ArrayLike, ArrayLike, ArrayLike]
+RequestT = TypeVar("RequestT", bound=Any)
 
 NO_DERIVATIVE = "float8 inputs have no derivative"
 WAY_OUT = (
@@ -147,6 +158,61 @@ def _products(
         shape[0], shape[heads] = scale.shape
         found.append((array.astype(jnp.float32) * scale.reshape(shape)).astype(dtype))
     return found
+
+
+def resolved(
+    request: RequestT,
+    narrow: choosing.Op[Any, Any, Any],
+    read: Any,
+    scales: list[jax.Array],
+    spec: Any,
+) -> RequestT:
+    """The request of a call on float8 arrays: of the backend that reads them, or with the arrays
+    widened.
+
+    Args:
+      request: of the op of wide arrays; its inputs hold those of 8 bits as they are.
+      narrow: the op whose one backend reads 8 bits.
+      read: the inputs as that backend takes them.
+      scales: as `bind` gives them.
+      spec: that of `read`.
+    """
+    request.op.check_name(request.implementation)
+    if not checking.checking() and is_read(request, narrow, read):
+        (backend,) = narrow.backends
+        inputs = forward_alone(read)
+        return request._replace(spec=spec, inputs=inputs, implementation=backend, op=narrow)
+    heads = common.axes(request.spec.layout, "BTHD").index("H")
+    q, k, v = widened(list(request.inputs[:3]), scales, heads, request.out_dtype)
+    return request._replace(inputs=forward_alone(request.inputs._replace(q=q, k=k, v=v)))
+
+
+def is_read(request: Any, narrow: choosing.Op[Any, Any, Any], read: Any) -> bool:
+    """Whether a backend reads the 8 bits of a call: where it supports the call, and the call names
+    its family or none.
+
+    Where it names none, reading has to pay by the backend's own rule, `beats_later_backends`, and
+    the call on wide arrays has to choose that family, too, or to be one that the family takes in 8
+    bits alone.
+    """
+    (backend,) = narrow.backends
+    spec, family = request.spec, choosing.family(backend)
+    if request.implementation not in (None, family) or spec.B == 0:
+        return False
+    here, interpreted = device.of_call(read), device.interpreting()
+    call = choosing.Call(narrow, spec, backend, here, interpreted)
+    if choosing.reason_against(call, backend, "forward") is not None:
+        return False
+    if request.implementation is not None:
+        return True
+    if here.platform != "gpu" or interpreted:
+        return False
+    if not narrow.backend(backend).beats_later_backends(spec, here, False):
+        return False
+    on_wide = choosing.Call(request.op, spec, None, here, interpreted)
+    if choosing.reason_against(on_wide, family, "forward") is not None:
+        return True
+    return choosing.choose(on_wide, "forward").backend == family
 
 
 @jax.custom_jvp

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ato_jax import checking, choosing, dispatch, shapes
+from ato_jax import choosing, dispatch, shapes
 from ato_jax.ops import float8
 from ato_jax.ops.attention import reading
 from ato_jax.ops.attention.eight_bits import Float8Inputs, Float8Spec
@@ -170,27 +170,10 @@ def prepare(
         seed,
     )
     request = Request(spec, inputs, implementation, batched, T, out_dtype)
-    return request if out_dtype is None else _of_float8(request, own_scales)
-
-
-def _of_float8(request: Request, scales: list[jax.Array]) -> Request:
-    """The request of a call on float8 arrays, which `request.inputs` holds as they are: of a
-    backend that reads them, or with the arrays widened."""
-    spec, inputs = request.spec, request.inputs
-    implementation, out_dtype = request.implementation, request.out_dtype
-    assert out_dtype is not None
-    OP.check_name(implementation)
-    read = Float8Inputs(inputs, *scales)
-    if not checking.checking() and reading.is_read(OP, spec, read, implementation):
-        return request._replace(
-            spec=Float8Spec.of(spec),
-            inputs=float8.forward_alone(read),
-            implementation=reading.BACKEND,
-            op=reading.OP,
-        )
-    heads = axes(spec.layout, "BTHD").index("H")
-    q, k, v = float8.widened(list(inputs[:3]), scales, heads, out_dtype)
-    return request._replace(inputs=float8.forward_alone(inputs._replace(q=q, k=k, v=v)))
+    if out_dtype is None:
+        return request
+    read = Float8Inputs(inputs, *own_scales)
+    return float8.resolved(request, reading.OP, read, own_scales, Float8Spec.of(spec))
 
 
 def bounds(causal: bool, window: Any) -> tuple[int | None, int | None]:

@@ -147,37 +147,14 @@ def prepare(
         q, k, v, decay, initial_state, parameters, q_ids, kv_ids, q_lengths, kv_lengths
     )
     request = Request(spec, inputs, implementation, batched, T, out_dtype)
-    return request if out_dtype is None else _of_float8(request, own_scales)
-
-
-def _of_float8(request: Request, scales: list[jax.Array]) -> Request:
-    """The request of a call on float8 arrays, which `request.inputs` holds as they are: of a
-    backend that reads them, or with the arrays widened."""
-    spec, inputs = request.spec, request.inputs
-    implementation, out_dtype = request.implementation, request.out_dtype
-    assert out_dtype is not None
-    OP.check_name(implementation)
+    if out_dtype is None:
+        return request
     # Segments and the parameters of a feature map are what no such backend takes.
-    q_scale, k_scale, v_scale = scales
+    q_scale, k_scale, v_scale = own_scales
     read = Float8Inputs(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        q_scale,
-        k_scale,
-        v_scale,
-        decay=inputs.decay,
-        initial_state=inputs.initial_state,
-        q_lengths=inputs.q_lengths,
-        kv_lengths=inputs.kv_lengths,
+        q, k, v, q_scale, k_scale, v_scale, decay, initial_state, q_lengths, kv_lengths
     )
-    if not checking.checking() and reading.is_read(OP, spec, read, implementation):
-        return request._replace(
-            inputs=float8.forward_alone(read), implementation=reading.BACKEND, op=reading.OP
-        )
-    heads = axes(spec.layout, "BTHD").index("H")
-    q, k, v = float8.widened(list(inputs[:3]), scales, heads, out_dtype)
-    return request._replace(inputs=float8.forward_alone(inputs._replace(q=q, k=k, v=v)))
+    return float8.resolved(request, reading.OP, read, own_scales, spec)
 
 
 def resolve_output(

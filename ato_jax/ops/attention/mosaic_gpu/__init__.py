@@ -85,10 +85,12 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     fill = functools.partial(_filling, most, device.multiprocessors)
     of_queries, of_keys = fill(spec.T, spec.B * spec.H), fill(spec.S, spec.B * spec.G)
     few_keys = two_planes or (widest > 128 and not reads_eight_bits(spec))
+    keys = 64 if few_keys else 128
+    sets_aside = reads_eight_bits(spec) and spec.S > frame.MOST_KEYS_OF_SUMS
     config = Config(
         consumers=of_queries,
         rows=64,
-        keys=64 if few_keys else 128,
+        keys=keys,
         stages=2,
         turns=of_queries > 1,
         multiprocessors=device.multiprocessors,
@@ -97,7 +99,7 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
         dq_keys=128 if 64 < widest <= 128 and plain else 64,
         dq_hold=widest > 64,
         dq_turns=widest > 128 and of_queries > 1,
-        steps_of_sums=8 if reads_eight_bits(spec) else 0,
+        steps_of_sums=frame.MOST_KEYS_OF_SUMS // keys if sets_aside else 0,
     )
     return config if _fits(spec, config) else dataclasses.replace(config, stages=1)
 

@@ -8,18 +8,16 @@ A product of 8 bits contracts over what lies side by side in both factors, so v 
 sequences along the last axis, [B, G, V, S]. Weights stay in registers. There a thread has other
 columns of a sum of float32 than of a factor of 8 bits, so the keys of v lie in the order that
 weights have as a factor, which is the same in every 16 of them (`mosaic.in_order_of_eight_bits`).
-Both is one transposition by XLA ahead of the kernel, which also pads v to whole blocks, and sets it
-to 0 beyond the keys' end.
+Both is one transposition ahead of the kernel, which also pads v to whole blocks, and sets it to 0
+beyond the keys' end (`transposition.py`).
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from ato_jax import mosaic
 from ato_jax.backend import Backend, Residuals
 from ato_jax.device import Device
 from ato_jax.ops.attention import mosaic_gpu
@@ -27,13 +25,17 @@ from ato_jax.ops.attention.eight_bits import Float8Inputs, Float8Spec
 from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.forward import forward as run_kernel
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
-from ato_jax.ops.attention.spec import AttentionSpec, Inputs, Outputs
+from ato_jax.ops.attention.mosaic_gpu.transposition import transposed
+from ato_jax.ops.attention.spec import AttentionSpec, Outputs
 
 NO_DERIVATIVE = "float8 inputs have no derivative"
 # WGMMA's contractions come in 32 elements of 8 bits.
 HEAD_MULTIPLE = 32
 # A unit of scores is kept between these: times the lowest score it is finite, and above 0.
 LEAST_UNIT, LARGEST_UNIT = 1e-30, 1e25
+# Fewer columns leave little to products: at 64 a call takes 0.95 of the time of bfloat16 arrays,
+# and errs ten times as much as a widened one.
+LEAST_COLUMNS = 128
 
 
 def unsupported(spec: AttentionSpec, phase: str) -> str | None:
@@ -53,6 +55,12 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
     return mosaic_gpu.default_config(Float8Spec.of(spec), device)
 
 
+def beats_later_backends(spec: AttentionSpec, device: Device, backward_follows: bool) -> bool:
+    """Whether reading 8 bits pays. By a call's sizes the rule of wide arrays decides
+    (`ops/float8.py`)."""
+    return spec.D >= LEAST_COLUMNS
+
+
 def forward(spec: AttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
     heads = spec.H // spec.G
     units = inputs.q_scale * jnp.repeat(inputs.k_scale, heads, axis=1) * spec.scale
@@ -62,30 +70,13 @@ def forward(spec: AttentionSpec, config: Config, inputs: Float8Inputs) -> Output
     given = given._replace(
         q=_padded(given.q, time, frame.ROWS_OF_A_TILE),
         k=_padded(given.k, time, frame.ROWS_OF_A_TILE),
-        v=values_across(spec, config, given),
+        v=transposed(spec, given.v, config.keys, given.kv_lengths),
     )
     scales = units, jnp.repeat(inputs.v_scale, heads, axis=1)
     out, lse = run_kernel(spec, config, given, scales)
     if lse.shape[time] != spec.T:
         lse = lax.slice_in_dim(lse, 0, spec.T, axis=time)
     return Outputs(out, lse)
-
-
-def values_across(spec: AttentionSpec, config: Config, inputs: Inputs) -> jax.Array:
-    """v [B, G, V, S up to whole blocks], the keys in the order of weights as a factor."""
-    # As integers: XLA would compute on 8 bits of floats in float16.
-    v = lax.bitcast_convert_type(inputs.v, jnp.uint8)
-    time = 1 if spec.layout == "bthd" else 2
-    if inputs.kv_lengths is not None:
-        shape = [1] * v.ndim
-        shape[time] = spec.S
-        key = jnp.arange(spec.S, dtype=jnp.int32).reshape(shape)
-        ends = inputs.kv_lengths.reshape(-1, 1, 1, 1)
-        v = jnp.where(key < ends, v, np.uint8(0))
-    v = _padded(v, time, config.keys)
-    v = mosaic.in_order_of_eight_bits(v, time)
-    v = v.transpose((0, 2, 3, 1) if time == 1 else (0, 1, 3, 2))
-    return lax.bitcast_convert_type(v, mosaic.F8)
 
 
 def _padded(array: jax.Array, axis: int, multiple: int) -> jax.Array:
@@ -112,7 +103,7 @@ class _Float8(Backend[AttentionSpec, Config, Float8Inputs, Outputs]):
     forward = staticmethod(forward)
     backward = staticmethod(backward)
     unsupported_device = staticmethod(mosaic_gpu.unsupported_device)
-    beats_later_backends = staticmethod(mosaic_gpu.beats_later_backends)
+    beats_later_backends = staticmethod(beats_later_backends)
 
 
 BACKEND = _Float8()

@@ -298,8 +298,9 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
     )
     own.values.consumed.arrive(v_slot)
     scaled = tuple(part * mosaic.in_columns(lasts, part.shape[1]) for part in acc)
+    p = rounded(walk, p)
     if not config.steps_of_sums:
-        return Carried(rounded(walk, p), rows, scaled)
+        return Carried(p, rows, scaled)
     scaled, base = lax.cond(
         lax.rem(step, config.steps_of_sums) == 0,
         functools.partial(sums.set_aside, walk, mine, rows.c_m),
@@ -307,7 +308,7 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
         scaled,
         carried.base,
     )
-    return Carried(rounded(walk, p), rows, scaled, base)
+    return Carried(p, rows, scaled, base)
 
 
 def rounded(walk: Walk, p: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
@@ -29,7 +28,7 @@ def set_aside(
     walk: Walk, mine: Any, c_m: jax.Array, acc: tuple[jax.Array, ...], base: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Adds acc to the sums of earlier steps, and starts anew."""
-    plgpu.commit_smem()  # the sums of earlier steps, ahead of the loads, which cross threads
+    mosaic.commit_to_warp()  # the sums of earlier steps, ahead of the loads, which cross threads
     factor = walk.softmax(mine.unit).lasts(base, c_m)
     for tile, total in tiles_of(walk, mine, acc):
         tile[...] = mosaic.rounded(with_earlier(tile, total, factor), tile.dtype)
