@@ -272,7 +272,9 @@ def multiply_columns(
         own.columns.produced.wait(slot)
         dout, dr, written = own.dout.at[slot], own.dr.at[slot], kernel.parts_of_written(slot)
         state, dstate = own.states.at[slot, number], own.dstates.at[slot, number]
-        factors = [[(dout, state)], [(dr, state)], [(part, dstate) for part in written]]
+        # In two parts for a decay of a step, too, ptxas would spill three times as much.
+        to_state = written if kernel.spec.decay == "channel" else written[:1]
+        factors = [[(dout, state)], [(dr, state)], [(part, dstate) for part in to_state]]
         factors += [[((dout, dr)[which], part.T) for part in written] for which in formed]
         found, dots = sums[: len(factors)], sums[len(factors) :]
         dots = add_dots(kernel, number, Columns(dout, dr, written, state, dstate), dots)
