@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Buffer, Item, load
+from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Buffer, Item, load
 from ato_jax.ops.delta_rule.mosaic_gpu import chunk_gradient, frame, steps
 from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Kernel, Products, Storage, dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
