@@ -18,6 +18,7 @@ from ato_jax.ops.delta_rule import api, reference, xla
 from tests import numerics
 
 B, T, G, H, D, V = 2, 21, 2, 4, 5, 3
+HIGHEST = jax.lax.Precision.HIGHEST
 KINDS = (None, "step", "channel")
 
 
@@ -608,3 +609,51 @@ def test_few_steps_are_multiplied_exactly() -> None:
     """TF32 is off by 1e-2 of an out = q . k v in which q . k nearly cancels."""
     assert precisions(32) == {("HIGHEST", "")}
     assert precisions(33) > {("HIGHEST", "")}
+
+
+def in_tf32(x: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    bits = (bits + 0xFFF + (bits >> 13 & 1)) & ~jnp.uint32(0x1FFF)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def with_factors_in_tf32(einsum: Any) -> Any:
+    """`einsum` as a GPU does it: in products that are not exact, and in those of their gradients,
+    it rounds the factors to TF32."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def rounded(letters: str, a: jax.Array, b: jax.Array) -> Any:
+        return einsum(letters, in_tf32(a), in_tf32(b), precision=HIGHEST)
+
+    def forward(letters: str, a: jax.Array, b: jax.Array) -> Any:
+        return rounded(letters, a, b), (a, b)
+
+    def backward(letters: str, factors: tuple[jax.Array, ...], cotangent: jax.Array) -> Any:
+        exact = functools.partial(einsum, letters, precision=HIGHEST)
+        return jax.vjp(exact, *map(in_tf32, factors))[1](in_tf32(cotangent))
+
+    rounded.defvjp(forward, backward)
+
+    def of(letters: str, a: jax.Array, b: jax.Array, *, precision: Any) -> Any:
+        if precision == HIGHEST:
+            return einsum(letters, a, b, precision=precision)
+        return rounded(letters, a, b)
+
+    return of
+
+
+@pytest.mark.parametrize("precision", ["tf32", None])
+def test_keys_all_alike_where_factors_are_rounded(
+    precision: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are then sums of terms that change sign and nearly cancel."""
+    dtype = "bfloat16" if precision is None else "float32"
+    arrays, options = draw(T=130, B=1, G=1, H=1, D=32, V=32, dtype=dtype)
+    arrays[1] = jnp.broadcast_to(arrays[1][:, :1], arrays[1].shape)
+    options |= {"initial_state": None, "return_state": False, "precision": precision}
+    wanted = numerics.oracle("gated_delta_rule", *arrays, **options)
+    monkeypatch.setattr(jnp, "einsum", with_factors_in_tf32(jnp.einsum))
+    found = numerics.run(
+        "gated_delta_rule", "xla", *arrays, cotangents=wanted.cotangents, **options
+    )
+    numerics.compare(found, wanted)

@@ -19,12 +19,12 @@ from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residual
 
 class Kept(NamedTuple):
     """`Outputs`, with what `solve.py` left, u and the state that each chunk begins with: for each
-    element of v 1 + D / 64 + 144 / V elements."""
+    element of v 2 + D / 64 + 144 / V elements."""
 
     out: jax.Array
     state: jax.Array
     solved: Solved
-    written: jax.Array  # [B, H, chunks, V / 64, 64, 64] bfloat16
+    written: jax.Array  # [B, H, chunks, V / 64, PARTS, 64, 64] bfloat16
     states: jax.Array  # [B, H, chunks, V / 64, D / 64, 64, 64] bfloat16
     maps: jax.Array | None  # [pieces, B, H, D, D] float32, of sequences in pieces
 

@@ -68,7 +68,6 @@ def parts_of_corrected(spec: DeltaRuleSpec) -> int:
 
 def storage_of(spec: DeltaRuleSpec) -> Storage:
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
-    written = Buffer(tiling.shared(PARTS, C, HALF), copies=PARTS)
     loaded = {
         "decays": Buffer(channel.tiling(spec).of_rows(blocks, C, HALF), copies=blocks),
         "last": Buffer(plgpu.SMEM((spec.D,), F32)),
@@ -76,12 +75,12 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
     }
     of_floats = dataclasses.replace(tiling, dtype=F32)
     made = {
-        "corrected": Buffer(tiling.shared(parts_of_corrected(spec), C, C)),
         "rows": Buffer(tiling.of_rows(blocks, PARTS + 1, C, HALF)),
         "ddecay": Buffer(of_floats.of_rows(blocks, HALF // OF_FLOATS, C, OF_FLOATS)),
         "of_steps": Buffer(plgpu.SMEM((2, C), F32)),
     }
-    return chunk_gradient.storage_of(spec, STAGES, written, loaded, made)
+    parts = parts_of_corrected(spec)
+    return chunk_gradient.storage_of(spec, STAGES, parts, loaded, made)
 
 
 class Gradients(NamedTuple):

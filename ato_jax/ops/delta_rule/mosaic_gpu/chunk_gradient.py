@@ -2,7 +2,7 @@
 products over v's columns.
 
 `gradient.py` is for a decay per step or none, `channel_gradient.py` for one per channel, which has
-log decays to load, and u in two parts. Their docstrings have the mathematics.
+log decays to load. Their docstrings have the mathematics.
 
     MEMORY      loads dout, u, dr, S and dS' for 64 of v's columns after the other; then q, k and
       |         the numbers of the chunk's steps
@@ -16,7 +16,7 @@ log decays to load, and u in two parts. Their docstrings have the mathematics.
 
     symbol          shape       what it is
     q, k            [64, D]     a chunk's rows, in blocks of 64 columns
-    dout, u, dr     [64, 64]    a chunk's rows, 64 of their columns
+    dout, u, dr     [64, 64]    a chunk's rows, 64 of their columns; u in two parts
     S, dS'          [D, 64]     transposed, [64, 64] for each block of D
     F, N            [64, 64]    the pairs' parts of the gradients, F in two parts
 """
@@ -50,7 +50,7 @@ class Storage(mosaic.Storage):
     """None where a kernel does not have it."""
 
     dout: Array  # [stages, 64, 64]
-    written: Array  # u: [stages, 64, 64], or where it is in two parts [PARTS, 64, 64]
+    written: Array  # [stages, PARTS, 64, 64] u
     dr: Array  # as dout
     states: Array  # [stages, D / 64, 64, 64] S^T
     dstates: Array  # as states: dS'^T
@@ -60,9 +60,7 @@ class Storage(mosaic.Storage):
     numbers: Array  # [NUMBERS, 64] float32
     last: Array  # [D] float32: the sums of exp2(L_C) S dS'
     read: Array  # [PARTS, 64, 64] F
-    corrected: Array  # [64, 64] -N, or by parts, [1 or PARTS, 64, 64]
-    dq: Array  # [D / 64, 64, 64]
-    dk: Array  # as dq
+    corrected: Array  # [1 or PARTS, 64, 64] -N
     sums: Array  # [D / 64, SUMS, 64] float32, for a decay per step
     rows: Array  # [D / 64, PARTS + 1, 64, 64]
     ddecay: Array  # [D / 64, 2, 64, 32] float32
@@ -78,18 +76,20 @@ class Storage(mosaic.Storage):
 def storage_of(
     spec: DeltaRuleSpec,
     stages: int,
-    written: Buffer,
+    parts_of_corrected: int,
     loaded: dict[str, Buffer],
     made: dict[str, Buffer],
 ) -> Storage:
     """Args:
     stages: slots for 64 of v's columns.
+    parts_of_corrected: in how many parts N is.
     loaded: what one of the kernels loads beside q, k and the numbers.
     made: what it leaves, and what its workers store for each other, beside F and N.
     """
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
     worker = worker_role(spec)
     dout, dr = (Buffer(tiling.of_rows(stages, C, HALF)) for _ in range(2))
+    written = Buffer(tiling.shared(stages, PARTS, C, HALF), copies=PARTS)
     states = [Buffer(tiling.shared(stages, blocks, HALF, HALF), copies=blocks) for _ in range(2)]
     q, k = (Buffer(tiling.of_rows(blocks, C, HALF), copies=blocks) for _ in range(2))
     loaded = dict(q=q, k=k, numbers=Buffer(frame.numbers_in_memory())) | loaded
@@ -101,7 +101,7 @@ def storage_of(
         states=states[0],
         dstates=states[1],
         read=Buffer(tiling.shared(PARTS, C, C)),
-        corrected=Buffer(tiling.shared(C, C)),
+        corrected=Buffer(tiling.shared(parts_of_corrected, C, C)),
         dot_sums=Buffer(plgpu.SMEM((blocks, 2, C), F32)),
         chunks=Ring.of(1, loaded.values(), (worker,)),
         columns=Ring.of(stages, (dout, dr, written, *states), (worker,)),
@@ -123,7 +123,7 @@ class Kernel:
     k: Any
     dout: Any
     dr: Any
-    written: Any  # u: [B, H, chunks, V / 64, 64, 64], or in two parts [.., V / 64, PARTS, 64, 64]
+    written: Any  # [B, H, chunks, V / 64, PARTS, 64, 64]: u
     states: Any
     dstates: Any
     numbers: Any
@@ -139,11 +139,6 @@ class Kernel:
         """How often 64 of v's columns are loaded for a chunk."""
         return self.spec.V // HALF
 
-    @property
-    def of_channels(self) -> bool:
-        """Whether the decays are those of each channel."""
-        return self.spec.decay == "channel"
-
     def step(self, item: Item, block: Any) -> Any:
         """The step of `columns` that 64 of v's columns are."""
         return item.number * self.steps + block
@@ -154,9 +149,7 @@ class Kernel:
 
     def parts_of_written(self, slot: Any) -> list[Any]:
         """The tiles [64, 64] of u in shared memory."""
-        if self.of_channels:
-            return [self.own.written.at[part] for part in range(PARTS)]
-        return [self.own.written.at[slot]]
+        return [self.own.written.at[slot, part] for part in range(PARTS)]
 
     def place(self, item: Item) -> tuple[Any, Any, Any]:
         return item.batch, item.head, item.piece
@@ -226,8 +219,7 @@ def load_columns(kernel: Kernel, item: Item, rows: Any, block: Any, _: None) -> 
         source = tiling.part(ref, item, rows, item.head, block)  # [64, 64]
         plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tiles.at[slot]), barrier)
     for part, tile in enumerate(kernel.parts_of_written(slot)):
-        of_part = (part,) if kernel.of_channels else ()
-        source = kernel.written.at[(*at, block, *of_part)]  # [64, 64]
+        source = kernel.written.at[(*at, block, part)]  # [64, 64]
         plgpu.copy_gmem_to_smem(source, tile, barrier)
     for ref, tiles in ((kernel.states, own.states), (kernel.dstates, own.dstates)):
         for of_key in range(frame.blocks_of_key(kernel.spec)):
@@ -280,7 +272,9 @@ def multiply_columns(
         own.columns.produced.wait(slot)
         dout, dr, written = own.dout.at[slot], own.dr.at[slot], kernel.parts_of_written(slot)
         state, dstate = own.states.at[slot, number], own.dstates.at[slot, number]
-        factors = [[(dout, state)], [(dr, state)], [(part, dstate) for part in written]]
+        # In two parts for a decay of a step, too, ptxas would spill three times as much.
+        to_state = written if kernel.spec.decay == "channel" else written[:1]
+        factors = [[(dout, state)], [(dr, state)], [(part, dstate) for part in to_state]]
         factors += [[((dout, dr)[which], part.T) for part in written] for which in formed]
         found, dots = sums[: len(factors)], sums[len(factors) :]
         dots = add_dots(kernel, number, Columns(dout, dr, written, state, dstate), dots)

@@ -18,8 +18,11 @@ all later steps of its chunk, and over the workers' columns.
 u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
 
 No product's result goes on to another chunk, so factors in one part of bfloat16 are exact enough,
-but for F, in two: where keys are alike, dq is a small sum of large terms. Rounded F and N enter dq
-and dk' as they enter dk", so that what rounding leaves off cancels in the sums of dL.
+but for F, N, and the u that they are made of, in two: where keys are alike, dq and ddecay are small
+sums of large terms. Rounded F and N enter dq and dk' as they enter dk", so that what rounding
+leaves off cancels in the sums of dL.
+
+dq and dk are stored over q and k, which leaves room for that in shared memory.
 
 With `normalize_qk` the unit rows' gradients are projected: those of q get - q (q . dq) / |q|^2.
 
@@ -36,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Buffer, Item, load
+from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Buffer, Item, load
 from ato_jax.ops.delta_rule.mosaic_gpu import chunk_gradient, frame, steps
 from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Kernel, Products, Storage, dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
@@ -53,15 +56,10 @@ LEAST_LOG_DECAY = LEAST_DECAY * frame.LOG2_E
 
 
 def storage_of(spec: DeltaRuleSpec) -> Storage:
-    blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
-    written = Buffer(tiling.shared(STAGES, C, HALF))
-    made = {
-        "dq": Buffer(tiling.of_rows(blocks, C, HALF)),
-        "dk": Buffer(tiling.of_rows(blocks, C, HALF)),
-    }
+    made = {}
     if spec.decay is not None:
-        made["sums"] = Buffer(plgpu.SMEM((blocks, SUMS, C), F32))
-    return chunk_gradient.storage_of(spec, STAGES, written, {}, made)
+        made["sums"] = Buffer(plgpu.SMEM((frame.blocks_of_key(spec), SUMS, C), F32))
+    return chunk_gradient.storage_of(spec, STAGES, frame.PARTS, {}, made)
 
 
 class Gradients(NamedTuple):
@@ -110,31 +108,38 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
         mosaic.store_in_memory(target, of_beta / beta / beta)
     own.pairs.arrive()
     own.pairs.wait()
-    reads, corrected = [own.read.at[part] for part in range(frame.PARTS)], own.corrected
+    reads, corrections = (
+        [tiles.at[part] for part in range(frame.PARTS)] for tiles in (own.read, own.corrected)
+    )
     dq, recalled, written = mosaic.multiply(
         (dq, [(read, k) for read in reads]),
-        (recalled, [(corrected, k)]),
-        (written, [*((read.T, q) for read in reads), (corrected.T, k)]),
+        (recalled, [(corrected, k) for corrected in corrections]),
+        (
+            written,
+            [(read.T, q) for read in reads] + [(corrected.T, k) for corrected in corrections],
+        ),
     )
     dk = recalled + written
     of_queries = dot(q, dq)
     of_recalled, of_written = dot(k, recalled), dot(k, written)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if last is not None:
         own.sums.at[number, OF_LOG_DECAY][...] = of_queries + of_recalled - of_written
         own.sums.at[number, OF_LAST][...] = last
     if spec.normalize_qk:
         dots = of_queries, of_recalled + of_written
         dq, dk = chunk_gradient.project(kernel, number, (dq, dk), dots)
-    own.dq.at[number][...] = dq.astype(BF16)
-    own.dk.at[number][...] = dk.astype(BF16)
-    plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
-    own.chunks.consumed.arrive(0)
+    # This worker alone reads these columns of q and k, and now it has.
+    plgpu.commit_smem()
+    q[...] = dq.astype(BF16)
+    k[...] = dk.astype(BF16)
+    plgpu.commit_smem()
     own.done.arrive()
-    kernel.store_rows(item, number, own.dq.at[number], own.dk.at[number])
+    kernel.store_rows(item, number, q, k)
     own.done.wait()
     if decay is not None and number == frame.blocks_of_key(spec) - 1:
         store_decay_gradient(kernel, item, decay)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # ahead of the load that overwrites the slot
+    own.chunks.consumed.arrive(0)
 
 
 def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array) -> None:
@@ -184,10 +189,7 @@ def publish_pairs(kernel: Kernel, number: int, products: Products) -> None:
             # Above the diagonal the factor would be infinite.
             pairs = pairs * jnp.exp2(jnp.minimum(between, 0.0))
         kept = row >= column if which == 0 else row > column
-        pairs = jnp.where(kept, pairs, 0.0)
-        if which == 1:
-            own.corrected[...] = pairs.astype(BF16)
-            continue
-        for part, rounded in enumerate(frame.in_two_parts(pairs)):
-            own.read.at[part][...] = rounded
+        tiles = (own.read, own.corrected)[which]
+        for part, rounded in enumerate(frame.in_two_parts(jnp.where(kept, pairs, 0.0))):
+            tiles.at[part][...] = rounded
     plgpu.commit_smem()

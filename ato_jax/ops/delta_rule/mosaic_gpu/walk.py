@@ -164,7 +164,7 @@ class Walk:
     start: Any = None  # [pieces, B, H, columns, D] float32: the first states
     out: Any = None  # like `rows`: out, or v's cotangent
     end: Any = None  # like `start`: the last states
-    written: Any = None  # [B, H, chunks, V / 64, 64, 64]: u
+    written: Any = None  # [B, H, chunks, V / 64, PARTS, 64, 64]: u, in two parts
     states: Any = None  # [B, H, chunks, V / 64, D / 64, 64, 64]: those that chunks begin with
 
     def place(self, item: Item) -> tuple[Any, Any]:
@@ -255,7 +255,7 @@ def walk(
     types = {
         "out": jax.ShapeDtypeStruct(given["rows"].shape, BF16),
         "end": jax.ShapeDtypeStruct(ends, F32),
-        "written": jax.ShapeDtypeStruct((*blocks, C, HALF), BF16),
+        "written": jax.ShapeDtypeStruct((*blocks, frame.PARTS, C, HALF), BF16),
         "states": jax.ShapeDtypeStruct((*blocks, frame.blocks_of_key(spec), HALF, HALF), BF16),
     }
     types = {one: types[one] for one in types if one in ("end", *course.leaves)}

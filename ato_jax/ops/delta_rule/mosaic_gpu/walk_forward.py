@@ -18,8 +18,8 @@ Each is multiplied in two parts of bfloat16, but for S in q_t S, which goes to o
       v
     BESIDE         P, which stays in registers, and out
 
-For a backward pass the walk also keeps S and u of each chunk, rounded to bfloat16. `walk.py` has
-its roles and what it loads.
+For a backward pass the walk also keeps S of each chunk, rounded to bfloat16, and u in two parts.
+`walk.py` has its roles and what it loads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
 class Found(NamedTuple):
     """Attributes:
-    written: u of each chunk, [B, H, chunks, V / 64, 64, 64].
+    written: u of each chunk, [B, H, chunks, V / 64, PARTS, 64, 64].
     states: S^T that each chunk begins with, [B, H, chunks, V / 64, D / 64, 64, 64].
     maps: M of each piece, where there are several, [pieces, B, H, D, D].
     """
@@ -172,8 +172,9 @@ def put_out(walk: Walk, item: Item, chunk: Any) -> None:
             walk.store_state(item, chunk, slot, number)
             head, first = walk.place(item)
             at = item.batch, head, walk.number_of(item, chunk), first + number
-            target = walk.written.at[at]  # [64, 64]
-            plgpu.copy_smem_to_gmem(own.written.at[slot, number, 0], target)
+            for part in range(frame.PARTS):
+                target = walk.written.at[(*at, part)]  # [64, 64]
+                plgpu.copy_smem_to_gmem(own.written.at[slot, number, part], target)
     if walk.states is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     own.begun.consumed.arrive(slot)

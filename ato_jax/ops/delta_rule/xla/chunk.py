@@ -76,6 +76,9 @@ class Chunk(NamedTuple):
     kept: Any  # [R or 1, 1 or D], of S in S'
 
 
+exact = functools.partial(jnp.einsum, precision=EXACT)
+
+
 @jax.custom_jvp
 def unit_inverse(lower: jax.Array) -> jax.Array:
     """(I + lower)^-1 of a strictly lower triangular [count, order, order],
@@ -124,21 +127,29 @@ def _from_quarters(first: jax.Array, between: jax.Array, last: jax.Array) -> jax
 
 
 def einsum_of(spec: DeltaRuleSpec) -> Callable[..., jax.Array]:
-    """How q, k, v and states are multiplied.
+    """How rows of q and k are multiplied with states, and what is written with rows of k; and with
+    a decay per channel, or of bfloat16, how q and k make pairs.
 
     float16 needs exact products, too: its budget leaves no room for five that are rounded to TF32.
     So do few steps: where q_t . k_s of the one or two that there are nearly cancels, or do_t . v_s
     does, the rounding of the factors to TF32 is up to 1e-2 of what is left.
+
+    Products with X and P are exact in every call: where keys are alike, the terms of such a sum
+    change sign and nearly cancel, in the gradients, too.
     """
     rounded = spec.dtype == "bfloat16" or spec.precision == "tf32"
     rounded = rounded and spec.B * spec.H * spec.T > FEW_STEPS
-    precision = jax.lax.Precision.DEFAULT if rounded else EXACT
-    return functools.partial(jnp.einsum, precision=precision)
+    return functools.partial(jnp.einsum, precision=jax.lax.Precision.DEFAULT) if rounded else exact
+
+
+def einsum_of_pairs(spec: DeltaRuleSpec) -> Callable[..., jax.Array]:
+    """How q and k make pairs, without a decay per channel. With TF32 k k^T is exact, because the
+    inverse of its triangle is far from the identity where keys are alike, and so is q k^T."""
+    return exact if spec.precision == "tf32" else einsum_of(spec)
 
 
 def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
     """The part of a chunk that no state enters."""
-    einsum = einsum_of(spec)
     dtype = jnp.promote_types(steps.q.dtype, jnp.float32)
 
     def load(array: jax.Array, axes: int = 2) -> jax.Array:
@@ -155,11 +166,13 @@ def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
     length = len(k)
     if spec.decay == "channel":
         decay = jnp.maximum(load(steps.decay[0]), LEAST_DECAY)  # [C, D]
-        products = channel_pairs(einsum, jnp.stack([q, k]), k, decay)[:, None]  # [2, 1, C, C]
+        products = channel_pairs(einsum_of(spec), jnp.stack([q, k]), k, decay)
+        products = products[:, None]  # [2, 1, C, C]
         before, after = jnp.exp(sums_upto(decay)), jnp.exp(sums_after(decay))
         q, k, k_right, kept = q * before, k * before, k * after, before[-1:]
     else:
-        products = einsum("md,sd->ms", jnp.concatenate([q, k]), k).reshape(2, 1, length, length)
+        pairs = einsum_of_pairs(spec)("md,sd->ms", jnp.concatenate([q, k]), k)
+        products = pairs.reshape(2, 1, length, length)
         if spec.decay == "step":
             decay = jnp.maximum(load(steps.decay, axes=1), LEAST_DECAY)  # [R, C]
             factors = jnp.exp(sums_between(decay))  # [R, C, 1 + C]
@@ -191,8 +204,8 @@ def walk(spec: DeltaRuleSpec, state: jax.Array, chunk: Chunk) -> tuple[jax.Array
         return array if factor is None else factor[..., None] * array
 
     recalled, read = (einsum("td,rdv->rtv", rows, state) for rows in (chunk.k, chunk.q))
-    written = einsum("rts,rsv->rtv", chunk.solved, chunk.v - times(chunk.left, recalled))
-    out = times(chunk.left, read) + einsum("rts,rsv->rtv", chunk.pairs, written)
+    written = exact("rts,rsv->rtv", chunk.solved, chunk.v - times(chunk.left, recalled))
+    out = times(chunk.left, read) + exact("rts,rsv->rtv", chunk.pairs, written)
     added = einsum("td,rtv->rdv", chunk.k_right, times(chunk.right, written))
     return times(chunk.kept, state) + added, out
 
