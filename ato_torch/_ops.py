@@ -16,6 +16,7 @@ CUDA graph cannot capture what JAX launches; the ops' tag keeps compilers from t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,8 +147,9 @@ class _Known:
                 self.backwards[needed] = plan, known
         if plan is None or strides != known:
             return None
-        named = _profiling.is_on() and _profiling.named
-        return named(self.program, lambda: plan(tensors), True) if named else plan(tensors)
+        if _profiling.is_on():
+            return _profiling.named(self.program, functools.partial(plan, tensors), backward=True)
+        return plan(tensors)
 
     def _backward(self, needed: tuple[bool, ...], tensors: Tensors) -> _direct.Plan | None:
         outputs = len(tensors) - len(needed) - 1

@@ -1024,6 +1024,19 @@ def test_a_known_call_is_what_it_was(known, name, turned):
         again.sum().backward()
 
 
+def test_a_profiler_names_a_known_call(known):
+    """Each pass once, the backward pass by its plan included."""
+    _checked_calls.checked.clear()
+    leaves = [x[:, :, :9].clone().requires_grad_() for x in inputs(torch.float32, "cpu")]
+    for _ in range(3):
+        known.clear()
+        with torch.profiler.profile() as profile:
+            torch.autograd.grad(CALLS["attention"](*leaves).sum(), leaves)
+        names = [event.name for event in profile.events() if event.name.startswith("ato::")]
+        assert sorted(names) == ["ato::attention", "ato::attention_backward"]
+    assert len(known) == 2
+
+
 def test_a_batch_of_cotangents(known):
     """PyTorch's older vmap, of a first call and of known ones: a loop."""
     _checked_calls.checked.clear()
