@@ -357,9 +357,15 @@ def narrow(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def are_transposed(*tensors: torch.Tensor) -> bool:
-    """Whether all tensors are contiguous with their second and third axis exchanged."""
+    """Whether all tensors have the second axis within the third in memory, and one is not
+    contiguous.
+
+    So does a projection leave them, [B, T, H, D] in memory, also as parts of a larger tensor. They
+    are computed with in that order: copies of parts are faster, and the result lies so, too.
+    """
     return not all(tensor.is_contiguous() for tensor in tensors) and all(
-        tensor.transpose(1, 2).is_contiguous() for tensor in tensors
+        tensor.transpose(1, 2).is_contiguous() or tensor.stride(1) < tensor.stride(2)
+        for tensor in tensors
     )
 
 

@@ -113,19 +113,38 @@ def ready(
     """
     function = program.forward if differentiates else program.answer
     outputs = program.timed if differentiates else program.timed[: program.answers]
-    plan = _direct.ready(function, tensors, (turned,) * len(tensors), outputs)
-    if plan is None or not differentiates:
-        return plan
-    known = _Known(program, plan, turned)
-    apply = super(torch.autograd.Function, _KnownCall).apply
-    return lambda tensors: apply(known, *tensors)
+    dense = _dense(tensors, turned)
+    copies = [one.stride() for one in dense] != [one.stride() for one in tensors]
+    # The backward pass would keep copies that are larger than what they were copied from.
+    if copies and differentiates and any(0 in tensor.stride() for tensor in tensors):
+        return None
+    plan = _direct.ready(function, dense, (turned,) * len(tensors), outputs)
+    if plan is None:
+        return None
+    if differentiates:
+        known = _Known(program, plan, turned, copies)
+        apply = super(torch.autograd.Function, _KnownCall).apply
+        return lambda tensors: apply(known, *tensors)
+    return (lambda tensors: plan(_dense(tensors, turned))) if copies else plan
+
+
+def _dense(tensors: Tensors, turned: bool) -> list[torch.Tensor]:
+    """The tensors, copied where they are not contiguous; if `turned`, with their axes exchanged."""
+    if turned:
+        return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    return [tensor.contiguous() for tensor in tensors]
 
 
 class _Known:
-    """A program with a gradient, and its plans for tensors of known shapes and strides."""
+    """A program with a gradient, and its plans for tensors of known shapes and strides.
 
-    def __init__(self, program: _programs.Program, plan: _direct.Plan, turned: bool) -> None:
-        self.program, self.plan, self.turned = program, plan, turned
+    If `copies`, some of the tensors have to be copied first.
+    """
+
+    def __init__(
+        self, program: _programs.Program, plan: _direct.Plan, turned: bool, copies: bool
+    ) -> None:
+        self.program, self.plan, self.turned, self.copies = program, plan, turned, copies
         self.answers = program.answers
         # Plans of the backward pass by the gradients needed, each with the strides it is for.
         self.backwards: dict[Any, tuple[_direct.Plan | None, list[Any]]] = {}
@@ -258,10 +277,13 @@ class _KnownCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: _Known, *tensors: torch.Tensor) -> Any:
+        if known.copies:
+            tensors = _dense(tensors, known.turned)
         outputs = known.plan(tensors)
         ctx.known = known
         ctx.set_materialize_grads(False)
-        # Saved by PyTorch, so that it refuses a backward after one of them was written to.
+        # Saved by PyTorch, so that it refuses a backward after one of them was written to. Copies
+        # are saved in the place of what they were copied from, which is not needed again.
         ctx.save_for_backward(*tensors, *outputs)
         return tuple(outputs[: known.answers])
 
