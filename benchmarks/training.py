@@ -276,6 +276,8 @@ def measured(torch: Any, case: Case, platform: str) -> Step:
             row.batches[name] = list(timed.batches)
     except torch.OutOfMemoryError:
         row.skipped = "out of memory"
+    except ModuleNotFoundError as error:
+        row.skipped = f"{error.name} is not installed"
     return row
 
 

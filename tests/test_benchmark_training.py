@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 from absl.testing import flagsaver
@@ -58,6 +59,17 @@ def test_a_layer_that_is_not_taken_and_a_gradient_that_is_wrong(small, tmp_path,
     assert run(tmp_path / "left.json") == 1
     (row,) = json.loads((tmp_path / "left.json").read_text())["rows"]
     assert row["wrong"] == "ato_torch took 0 of 1 layers"
+
+
+def test_without_transformers_the_other_rows_are_measured(small, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "steps.json"
+    cases = [dataclasses.replace(SMALL, model="Llama"), SMALL]
+    monkeypatch.setitem(training.CASES, "cpu", cases)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run(path) == 0
+    without, row = json.loads(path.read_text())["rows"]
+    assert without["skipped"] == "transformers is not installed" and row["seconds"]
+    assert "Llama B1 T8: transformers is not installed" in capsys.readouterr().out
 
 
 def test_ratios_are_pytorchs_time_over_ours():
