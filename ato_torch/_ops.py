@@ -113,38 +113,43 @@ def ready(
     """
     function = program.forward if differentiates else program.answer
     outputs = program.timed if differentiates else program.timed[: program.answers]
-    dense = _dense(tensors, turned)
-    copies = [one.stride() for one in dense] != [one.stride() for one in tensors]
+    lie = [tensor.transpose(1, 2) if turned else tensor for tensor in tensors]
+    copied = [not tensor.is_contiguous() for tensor in lie]
     # The backward pass would keep copies that are larger than what they were copied from.
-    if copies and differentiates and any(0 in tensor.stride() for tensor in tensors):
+    if any(copied) and differentiates and any(0 in tensor.stride() for tensor in tensors):
         return None
+    dense = _copies(tensors, copied)
     plan = _direct.ready(function, dense, (turned,) * len(tensors), outputs)
     if plan is None:
         return None
+    call: Callable[[Tensors], Tensors] = plan
     if differentiates:
-        known = _Known(program, plan, turned, copies)
+        known = _Known(program, plan, turned)
         apply = super(torch.autograd.Function, _KnownCall).apply
-        return lambda tensors: apply(known, *tensors)
-    return (lambda tensors: plan(_dense(tensors, turned))) if copies else plan
+
+        def recorded(tensors: Tensors) -> Tensors:
+            return apply(known, *tensors)
+
+        call = recorded
+    return (lambda tensors: call(_copies(tensors, copied))) if any(copied) else call
 
 
-def _dense(tensors: Tensors, turned: bool) -> list[torch.Tensor]:
-    """The tensors, copied where they are not contiguous; if `turned`, with their axes exchanged."""
-    if turned:
-        return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
-    return [tensor.contiguous() for tensor in tensors]
+def _copies(tensors: Tensors, which: Sequence[bool]) -> list[torch.Tensor]:
+    """The tensors, copied where `which` says so; a copy has the order of axes of the original.
+
+    The backward pass keeps the copies in place of the originals, and need not copy again.
+    """
+    return [
+        tensor.clone() if is_copied else tensor
+        for tensor, is_copied in zip(tensors, which, strict=True)
+    ]
 
 
 class _Known:
-    """A program with a gradient, and its plans for tensors of known shapes and strides.
+    """A program with a gradient, and its plans for tensors of known shapes and strides."""
 
-    If `copies`, some of the tensors have to be copied first.
-    """
-
-    def __init__(
-        self, program: _programs.Program, plan: _direct.Plan, turned: bool, copies: bool
-    ) -> None:
-        self.program, self.plan, self.turned, self.copies = program, plan, turned, copies
+    def __init__(self, program: _programs.Program, plan: _direct.Plan, turned: bool) -> None:
+        self.program, self.plan, self.turned = program, plan, turned
         self.answers = program.answers
         # Plans of the backward pass by the gradients needed, each with the strides it is for.
         self.backwards: dict[Any, tuple[_direct.Plan | None, list[Any]]] = {}
@@ -277,13 +282,10 @@ class _KnownCall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: _Known, *tensors: torch.Tensor) -> Any:
-        if known.copies:
-            tensors = _dense(tensors, known.turned)
         outputs = known.plan(tensors)
         ctx.known = known
         ctx.set_materialize_grads(False)
-        # Saved by PyTorch, so that it refuses a backward after one of them was written to. Copies
-        # are saved in the place of what they were copied from, which is not needed again.
+        # Saved by PyTorch, so that it refuses a backward after one of them was written to.
         ctx.save_for_backward(*tensors, *outputs)
         return tuple(outputs[: known.answers])
 

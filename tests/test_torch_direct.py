@@ -883,7 +883,7 @@ def test_a_known_call_waits_for_memory_too(building, driver, monkeypatch):
         ato_torch.attention(*tensors)
     assert plan.ready and not plan.program.waits_for_memory
     # The backward's, likewise.
-    known = _ops._Known(plan.program, plan.ready, False, False)
+    known = _ops._Known(plan.program, plan.ready, False)
     monkeypatch.setattr(_direct, "ready", lambda *_: None)
     given = [*tensors, tensors[0], tensors[0]]
     plan.program.answer.short_of_memory["planted"] = 1
@@ -1041,19 +1041,26 @@ def test_parts_of_a_projection(known, name, transposed):
     drawn = parts(length=9, transposed=transposed)
     plain = [x.contiguous().requires_grad_() for x in drawn]
     for leaves in (plain, [x.detach().requires_grad_() for x in drawn]):
-        for n in range(3):
+        for _ in range(3):
             known.clear()
             out, *rest = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))
             gradients = torch.autograd.grad(out.sum() + sum(x.sum() for x in rest), leaves)
             with torch.no_grad():
                 answer = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))
         # Forward with and without gradients, and backward where one output has a cotangent.
-        assert len(known) == (2 if rest else 3), n
+        assert len(known) == (2 if rest else 3)
         assert all(torch.equal(one, other) for one, other in zip(answer, (out, *rest), strict=True))
         if leaves is plain:
             wanted = [out, *rest, *gradients]
     assert out.transpose(1, 2).is_contiguous() == transposed
     torch.testing.assert_close([out, *rest, *gradients], wanted)
+    # A derivative of second order is refused, also where the graph has another way to the inputs.
+    for wanted_of in ([leaves[0]], leaves):
+        out = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))[0]
+        again = torch.autograd.grad(out.sum(), wanted_of, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second order"):
+            loss = again[0].sum() + sum((x * x).sum() for x in wanted_of)
+            torch.autograd.grad(loss, wanted_of)
     # What is written to afterwards is not what the backward pass reads.
     leaf = drawn[0].clone().requires_grad_()
     inputs = [leaf * 1, *drawn[1:]]
