@@ -83,10 +83,11 @@ def checked_call(
 ) -> CheckedCall | None:
     """The checked call that is like this one; a new one, without a program, for the first.
 
-    None where calls have to be checked each time: under autocast, transforms and compilers, for
-    tensors that are not dense, for options that are not plain values.
+    `tensors` are as autocast leaves them, so that their dtypes are those of the program. None where
+    calls have to be checked each time: under transforms and compilers, for tensors that are not
+    dense, for options that are not plain values.
     """
-    if torch._C._is_any_autocast_enabled() or not _modes.runs_plainly(tensors):
+    if not _modes.runs_plainly(tensors):
         return None
     if _modes.is_forward_mode():
         return None

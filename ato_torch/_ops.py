@@ -16,6 +16,7 @@ CUDA graph cannot capture what JAX launches; the ops' tag keeps compilers from t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,12 +113,36 @@ def ready(
     """
     function = program.forward if differentiates else program.answer
     outputs = program.timed if differentiates else program.timed[: program.answers]
-    plan = _direct.ready(function, tensors, (turned,) * len(tensors), outputs)
-    if plan is None or not differentiates:
-        return plan
-    known = _Known(program, plan, turned)
-    apply = super(torch.autograd.Function, _KnownCall).apply
-    return lambda tensors: apply(known, *tensors)
+    lie = [tensor.transpose(1, 2) if turned else tensor for tensor in tensors]
+    copied = [not tensor.is_contiguous() for tensor in lie]
+    # The backward pass would keep copies that are larger than what they were copied from.
+    if any(copied) and differentiates and any(0 in tensor.stride() for tensor in tensors):
+        return None
+    dense = _copies(tensors, copied)
+    plan = _direct.ready(function, dense, (turned,) * len(tensors), outputs)
+    if plan is None:
+        return None
+    call: Callable[[Tensors], Tensors] = plan
+    if differentiates:
+        known = _Known(program, plan, turned)
+        apply = super(torch.autograd.Function, _KnownCall).apply
+
+        def recorded(tensors: Tensors) -> Tensors:
+            return apply(known, *tensors)
+
+        call = recorded
+    return (lambda tensors: call(_copies(tensors, copied))) if any(copied) else call
+
+
+def _copies(tensors: Tensors, which: Sequence[bool]) -> list[torch.Tensor]:
+    """The tensors, copied where `which` says so; a copy has the order of axes of the original.
+
+    The backward pass keeps the copies in place of the originals, and need not copy again.
+    """
+    return [
+        tensor.clone() if is_copied else tensor
+        for tensor, is_copied in zip(tensors, which, strict=True)
+    ]
 
 
 class _Known:
@@ -146,8 +171,9 @@ class _Known:
                 self.backwards[needed] = plan, known
         if plan is None or strides != known:
             return None
-        named = _profiling.is_on() and _profiling.named
-        return named(self.program, lambda: plan(tensors), True) if named else plan(tensors)
+        if _profiling.is_on():
+            return _profiling.named(self.program, functools.partial(plan, tensors), backward=True)
+        return plan(tensors)
 
     def _backward(self, needed: tuple[bool, ...], tensors: Tensors) -> _direct.Plan | None:
         outputs = len(tensors) - len(needed) - 1

@@ -171,6 +171,7 @@ def attention(
             precision=precision,
             implementation=implementation,
         )
+    query, key, value, attn_mask = _checks.autocast(query, key, value, attn_mask)
     known = None
     given = (query, key, value)
     ids = segment_ids is q_segment_ids is kv_segment_ids is None
@@ -186,7 +187,6 @@ def attention(
         dropout_p, is_causal, scale, softcap, window, query_offset = _ops.static(
             (dropout_p, is_causal, scale, softcap, window, query_offset)
         )
-    query, key, value, attn_mask = _checks.autocast(query, key, value, attn_mask)
     _checks.check_all(query, key, value, smallest=2)
     is_causal = shapes.flag("is_causal", is_causal)
     enable_gqa = shapes.flag("enable_gqa", enable_gqa)

@@ -167,6 +167,7 @@ def linear_attention(
             implementation=implementation,
         )
     known = None
+    query, key, value = _checks.autocast(query, key, value)
     given = (query, key, value)
     ids = segment_ids is q_segment_ids is kv_segment_ids is None
     named = isinstance(feature_map, str)
@@ -180,7 +181,6 @@ def linear_attention(
             return known(given)
     if torch.compiler.is_compiling():
         causal, scale, eps = _ops.static((causal, scale, eps))
-    query, key, value = _checks.autocast(query, key, value)
     _checks.check_all(query, key, value, smallest=3)
     shapes.one_of("layout", layout, LAYOUTS)
     return_state = shapes.flag("return_state", return_state)

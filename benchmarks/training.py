@@ -270,6 +270,8 @@ def measured(torch: Any, case: Case, platform: str) -> Step:
             row.batches[name] = list(timed.batches)
     except torch.OutOfMemoryError:
         row.skipped = "out of memory"
+    except ModuleNotFoundError as error:
+        row.skipped = f"{error.name} is not installed"
     except Exception as error:  # of a model, or of its library: the next one may run
         row.wrong = side_by_side.refusal(error)
     return row

@@ -8,16 +8,21 @@ import sys
 from pathlib import Path
 
 
-def last_line(module: str, *arguments: str, devices: int | None = None) -> str:
-    """The last line that `python -m module` prints; None leaves the number of devices to it."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+def environment(devices: int | None) -> dict[str, str]:
+    """The environment of a process on the CPU; None leaves the number of devices to it."""
+    found = {**os.environ, "JAX_PLATFORMS": "cpu"}
     if devices is not None:
-        flags = environment.get("XLA_FLAGS", "")
-        environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}"
+        flags = found.get("XLA_FLAGS", "")
+        found["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}"
+    return found
+
+
+def last_line(module: str, *arguments: str, devices: int | None = None) -> str:
+    """The last line that `python -m module` prints."""
     found = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=Path(__file__).parent.parent,
-        env=environment,
+        env=environment(devices),
         capture_output=True,
         text=True,
         timeout=600,

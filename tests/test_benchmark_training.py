@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import pytest
 from absl.testing import flagsaver
@@ -90,6 +91,17 @@ def test_a_model_that_fails_costs_its_own_row(small, tmp_path, monkeypatch, caps
     path.write_text(json.dumps(told | {"rows": [wrong]}))
     asked.clear()
     assert run(path, resume=True) == 1 and asked == [other, SMALL]
+
+
+def test_without_transformers_the_other_rows_are_measured(small, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "steps.json"
+    cases = [dataclasses.replace(SMALL, model="Llama"), SMALL]
+    monkeypatch.setitem(training.CASES, "cpu", cases)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run(path) == 0
+    without, row = json.loads(path.read_text())["rows"]
+    assert without["skipped"] == "transformers is not installed" and row["seconds"]
+    assert "Llama B1 T8: transformers is not installed" in capsys.readouterr().out
 
 
 def test_ratios_are_pytorchs_time_over_ours():

@@ -1024,6 +1024,84 @@ def test_a_known_call_is_what_it_was(known, name, turned):
         again.sum().backward()
 
 
+def parts(where="cpu", dtype=torch.float32, length=T, transposed=True):
+    """Query, key and value as parts of one projection's result."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (B, length, H + 2 * G, D) if transposed else (B, H + 2 * G, length, D)
+    whole = torch.randn(shape, generator=generator).to(where, dtype)
+    found = whole.split((H, G, G), dim=2 if transposed else 1)
+    return [part.transpose(1, 2) if transposed else part for part in found]
+
+
+@pytest.mark.parametrize("name", ["attention", "lse", "linear", "linear state"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parts_of_a_projection(known, name, transposed):
+    """They are copied once, for both passes, in the order in which they lie; so lies the result."""
+    _checked_calls.checked.clear()
+    drawn = parts(length=9, transposed=transposed)
+    plain = [x.contiguous().requires_grad_() for x in drawn]
+    for leaves in (plain, [x.detach().requires_grad_() for x in drawn]):
+        for _ in range(3):
+            known.clear()
+            out, *rest = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))
+            gradients = torch.autograd.grad(out.sum() + sum(x.sum() for x in rest), leaves)
+            with torch.no_grad():
+                answer = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))
+        # Forward with and without gradients, and backward where one output has a cotangent.
+        assert len(known) == (2 if rest else 3)
+        assert all(torch.equal(one, other) for one, other in zip(answer, (out, *rest), strict=True))
+        if leaves is plain:
+            wanted = [out, *rest, *gradients]
+    assert out.transpose(1, 2).is_contiguous() == transposed
+    torch.testing.assert_close([out, *rest, *gradients], wanted)
+    # A derivative of second order is refused, also where the graph has another way to the inputs.
+    for wanted_of in ([leaves[0]], leaves):
+        out = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))[0]
+        again = torch.autograd.grad(out.sum(), wanted_of, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second order"):
+            loss = again[0].sum() + sum((x * x).sum() for x in wanted_of)
+            torch.autograd.grad(loss, wanted_of)
+    # What is written to afterwards is not what the backward pass reads.
+    leaf = drawn[0].clone().requires_grad_()
+    inputs = [leaf * 1, *drawn[1:]]
+    given = [x if n else x[:, :, ::2] for n, x in enumerate(inputs)]
+    results = []
+    for writes in (False, False, False, True):
+        out = torch.utils._pytree.tree_leaves(CALLS[name](*given))[0]
+        if writes:
+            given[1].zero_()
+        results.append(torch.autograd.grad(out.sum(), leaf, retain_graph=True)[0])
+    assert torch.equal(results[3], results[2])
+
+
+def test_expanded_tensors_are_not_kept_in_full(known):
+    """A copy of keys that all heads share would be held until the backward pass."""
+    _checked_calls.checked.clear()
+    query, key, value = (x[:, :, :9].contiguous() for x in inputs(torch.float32, "cpu"))
+    shared = [x[:, :1].expand(B, H, 9, D) for x in (key, value)]
+    leaves = [query.requires_grad_(), *shared]
+    for _ in range(3):
+        ato_torch.attention(*leaves)
+    assert not known
+    with torch.no_grad():
+        for _ in range(3):
+            ato_torch.attention(*leaves)
+    assert len(known) == 1
+
+
+def test_a_profiler_names_a_known_call(known):
+    """Each pass once, the backward pass by its plan included."""
+    _checked_calls.checked.clear()
+    leaves = [x[:, :, :9].clone().requires_grad_() for x in inputs(torch.float32, "cpu")]
+    for _ in range(3):
+        known.clear()
+        with torch.profiler.profile() as profile:
+            torch.autograd.grad(CALLS["attention"](*leaves).sum(), leaves)
+        names = [event.name for event in profile.events() if event.name.startswith("ato::")]
+        assert sorted(names) == ["ato::attention", "ato::attention_backward"]
+    assert len(known) == 2
+
+
 def test_a_batch_of_cotangents(known):
     """PyTorch's older vmap, of a first call and of known ones: a loop."""
     _checked_calls.checked.clear()
@@ -1289,9 +1367,11 @@ def test_as_they_lie():
     permuted = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]
     _checked_calls.checked.clear()
     misaligned = [x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x) for x in plain]
+    of_one = torch.cat([x.transpose(1, 2) for x in plain], dim=2).split((H, G, G), dim=2)
+    of_one = [x.transpose(1, 2) for x in of_one]
     for name in ("causal", "linear causal"):
         found = []
-        for tensors in (plain, permuted, misaligned):
+        for tensors in (plain, permuted, misaligned, of_one):
             leaves = [tensor.detach().requires_grad_() for tensor in tensors]
             for _ in range(3):
                 out = CALLS[name](*leaves)
@@ -1299,11 +1379,13 @@ def test_as_they_lie():
             for _ in range(3):
                 answer = CALLS[name](*tensors)
             assert torch.equal(answer, out)
-            assert out.stride() == torch.empty_like(tensors[0]).stride()
+            like = permuted if tensors is of_one else tensors
+            assert out.stride() == torch.empty_like(like[0]).stride()
             found.append([out.detach(), *gradients])
         torch.testing.assert_close(found[1], found[0], atol=1e-2, rtol=1e-2)
-        for ours, theirs in zip(found[2], found[0], strict=True):
-            assert torch.equal(ours, theirs)
+        for n, like in ((2, 0), (3, 1)):
+            for ours, theirs in zip(found[n], found[like], strict=True):
+                assert torch.equal(ours, theirs)
         told = ato_torch.explain(CALLS[name], *leaves)
         assert told.forward.road == told.backward.road == "direct", told
     plans = [plan for plan in _checked_calls.checked.values() if plan.transposed]

@@ -8,12 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 import shutil
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -25,6 +21,7 @@ from torch.utils import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 import ato_torch  # noqa: E402
+from tests import processes  # noqa: E402
 
 F = torch.nn.functional
 RANKS = 2
@@ -358,40 +355,21 @@ KINDS = ("DDP", "DDP, compiled", "FSDP2", "FSDP2, checkpoints", "FSDP2, bfloat16
 
 
 def test_two_ranks():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        port = server.getsockname()[1]
-    about = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.test_torch_training"],
-            cwd=Path(__file__).parent.parent,
-            env={**os.environ, **about, "RANK": str(rank), "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        told = [process.communicate(timeout=300)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, text in zip(running, told, strict=True):
-        assert process.returncode == 0 and "all alike" in text, "\n".join(told)
+    processes.run("tests.test_torch_training", RANKS)
 
 
-def main():
-    torch.distributed.init_process_group("gloo")
+def main(port, rank):
+    torch.distributed.init_process_group(
+        "gloo", f"tcp://localhost:{port}", rank=int(rank), world_size=RANKS
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(torch.distributed.destroy_process_group)
         for kind in KINDS:
             torch._dynamo.reset()
-            distributed(kind, int(os.environ["RANK"]))
+            distributed(kind, int(rank))
             print(kind, flush=True)
-        print("all alike", flush=True)
+        print(processes.ALL_ALIKE, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

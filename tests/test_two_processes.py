@@ -6,11 +6,7 @@ This file is the program of both. Each compares the parts that it holds with one
 from __future__ import annotations
 
 import functools
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,38 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 import ato_jax
 import ato_jax.parallel
+from tests import processes
 
 PROCESSES, DEVICES = 2, 4
 B, T, H, G, D = 2, 16, 2, 1, 8
 
 
 def test_two_processes() -> None:
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        port = server.getsockname()[1]
-    count = f"--xla_force_host_platform_device_count={DEVICES}"
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.test_two_processes", str(port), str(number)],
-            cwd=Path(__file__).parent.parent,
-            env={
-                **os.environ,
-                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {count}",
-                "JAX_PLATFORMS": "cpu",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(PROCESSES)
-    ]
-    try:
-        told = [process.communicate(timeout=300)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, text in zip(running, told, strict=True):
-        assert process.returncode == 0 and text.split("\n")[-2] == "all alike", "\n".join(told)
+    processes.run("tests.test_two_processes", PROCESSES, DEVICES)
 
 
 def draw(*shape: int, seed: int) -> Any:
@@ -138,4 +110,4 @@ if __name__ == "__main__":
     )
     assert jax.device_count() == PROCESSES * DEVICES
     main()
-    print("all alike")
+    print(processes.ALL_ALIKE)
