@@ -3,6 +3,7 @@
 import functools
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -71,6 +72,31 @@ def test_other_bits_of_a_program_that_was_compiled_again(planted):
         assert len(made.record.wrong) == wrong, made.record.wrong
         assert all("compiled again: out: error" in said for said in made.record.wrong)
     assert len(made.record.again) == 4
+
+
+def test_other_bits_that_memory_does_not_suffice_to_compare(planted, monkeypatch):
+    compilations = [0]
+    made = soak.Soak("cpu", [KIND()], lambda: len(compilations), seeds=1)
+    made.prepare(threads=1)
+
+    def too_much(*given):
+        raise torch.OutOfMemoryError("scores")
+
+    monkeypatch.setattr(soak, "over_budget", too_much)
+    compilations.append(0)
+    planted(torch.neg)
+    made.thread(0, time.monotonic() + 0.2, new_lengths=False)
+    assert len(made.record.wrong) == 1 and "no memory to compare" in made.record.wrong[0]
+    assert not made.record.out_of_memory and len(made.record.calls) > 1
+
+
+def test_errors_ahead_of_the_calls_are_reported(monkeypatch):
+    made = soak.Soak("cpu", [KIND()], lambda: 0)
+    for error in (ZeroDivisionError("a compiler"), torch.OutOfMemoryError("a length")):
+        monkeypatch.setattr(soak, "call", lambda *given, error=error: (_ for _ in ()).throw(error))
+        made.warm(2)
+    assert made.record.out_of_memory == 2 and made.record.new_lengths == 4
+    assert len(made.record.errors) == 2 and "ZeroDivisionError" in made.record.errors[0]
 
 
 def test_errors_are_reported_and_end_a_thread(planted):
@@ -216,13 +242,16 @@ def test_settings_of_the_cache_are_given_back(tmp_path):
 def test_a_limit_shortens_the_run(monkeypatch, capsys):
     monkeypatch.setattr(soak, "END_SECONDS", 1.0)
     monkeypatch.setattr(soak, "REPORT_SECONDS", 1.0)
+    monkeypatch.setattr(soak.Soak, "warm", lambda *_: time.sleep(3))
     kinds = [KIND()]
     short_run(kinds)  # compiles
     start = time.monotonic()
     assert short_run(kinds, minutes=5.0, limit=8.0) == 0
     assert time.monotonic() - start < 20
     printed = capsys.readouterr().out
-    assert "s of calls in place of 300" in printed and printed.endswith("passed\n")
+    assert printed.endswith("passed\n")
+    # What is compiled ahead of the calls counts: 2 s are kept, and 3 s passed.
+    assert int(re.search(r"leaves (\d+) s of calls in place of 300", printed)[1]) <= 3
 
 
 def test_no_time_for_calls_is_a_fault(capsys):
