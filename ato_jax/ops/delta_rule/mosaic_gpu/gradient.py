@@ -93,6 +93,9 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     products = chunk_gradient.multiply_columns(kernel, number, item, 2, add_dots)
     of_beta, states = products.dots
     own.chunks.produced.wait(0)
+    # 0, but no compiler knows that a length is not negative: so the descriptors of F and N are
+    # computed for each chunk, and not held in registers over all of them and spilled.
+    first = (own.numbers[frame.OF_KEYS, 0] < 0).astype(jnp.int32)
     numbers = Numbers(spec, own.numbers, OF_ROWS)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of dq and dk, ahead of F or N over them
     publish_pairs(kernel, number, products)
@@ -111,7 +114,8 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     own.pairs.arrive()
     own.pairs.wait()
     reads, corrections = (
-        [tiles.at[part] for part in range(frame.PARTS)] for tiles in (own.read, own.corrected)
+        [tiles.at[first + part] for part in range(frame.PARTS)]
+        for tiles in (own.read, own.corrected)
     )
     dq, recalled, written = mosaic.multiply(
         (dq, [(read, k) for read in reads]),
