@@ -173,7 +173,7 @@ COMPILED = aot_delta_rule.Call(T=4091, D=128, H=32, decay=True, states=True, gra
 @requires_plugin
 def test_compiled_for_a_card() -> None:
     kernels = aot_delta_rule.compile_call(COMPILED, machine_code=True)
-    most = {"solve": 64, "walk": 128, "walk_backward": 64, "gradients": 160}
+    most = {"solve": 64, "walk": 128, "walk_backward": 64, "gradients": 64}
     check_kernels(kernels, most)
 
 

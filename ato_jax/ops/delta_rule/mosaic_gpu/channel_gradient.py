@@ -132,7 +132,11 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     if spec.normalize_qk:
         dk = dk * factor_of(kernel, frame.OF_KEYS)
         dots = dot(own.q.at[number], dq), dot(own.k.at[number], dk)
-        dq, dk = chunk_gradient.project(kernel, number, (dq, dk), dots)
+        chunk_gradient.publish_dots(kernel, number, dots)
+        plgpu.commit_smem()
+        own.dots.arrive()
+        own.dots.wait()
+        dq, dk = chunk_gradient.project(kernel, number, (dq, dk))
     leave_rows(kernel, number, item, dq, dk)
     own.done.arrive()
     own.done.wait()

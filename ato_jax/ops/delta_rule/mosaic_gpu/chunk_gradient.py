@@ -11,8 +11,10 @@ log decays to load. Their docstrings have the mathematics.
       v
     WORKER (0 .. D / 64 - 1)    64 columns of dq and dk each; worker 0 forms F, the last one N
          pairs: all wait for F and N
-         dots: all wait for each other's part of q . dq and k . dk, with `normalize_qk`
-         done: all wait until F, N and dots may be overwritten
+         dots: all wait for each other's part of q . dq and k . dk, with `normalize_qk`, where
+               decays are per channel
+         done: all wait until F, N and dots may be overwritten; for a decay per step or none, until
+               dots are known and F and N may be overwritten
 
     symbol          shape       what it is
     q, k            [64, D]     a chunk's rows, in blocks of 64 columns
@@ -100,8 +102,8 @@ def storage_of(
         dr=dr,
         states=states[0],
         dstates=states[1],
-        read=Buffer(tiling.shared(PARTS, C, C)),
-        corrected=Buffer(tiling.shared(parts_of_corrected, C, C)),
+        read=Buffer(tiling.of_rows(PARTS, C, C)),
+        corrected=Buffer(tiling.of_rows(parts_of_corrected, C, C)),
         dot_sums=Buffer(plgpu.SMEM((blocks, 2, C), F32)),
         chunks=Ring.of(1, loaded.values(), (worker,)),
         columns=Ring.of(stages, (dout, dr, written, *states), (worker,)),
@@ -291,20 +293,17 @@ def multiply_columns(
     return Products(read, recalled, written, dict(zip(formed, pairs, strict=True)), dots)
 
 
-def project(
-    kernel: Kernel,
-    number: int,
-    gradients: tuple[jax.Array, jax.Array],
-    dots: tuple[jax.Array, jax.Array],
-) -> list[jax.Array]:
-    """dq and dk without what they have along q and k; `dots` are the products of each row with
-    its gradient, over this worker's columns."""
-    own, spec = kernel.own, kernel.spec
+def publish_dots(kernel: Kernel, number: int, dots: tuple[jax.Array, jax.Array]) -> None:
+    """Stores the products of each row with its gradient, over this worker's columns."""
     for which, own_dot in enumerate(dots):
-        own.dot_sums.at[number, which][...] = own_dot
-    plgpu.commit_smem()
-    own.dots.arrive()
-    own.dots.wait()
+        kernel.own.dot_sums.at[number, which][...] = own_dot
+
+
+def project(
+    kernel: Kernel, number: int, gradients: tuple[jax.Array, jax.Array]
+) -> list[jax.Array]:
+    """dq and dk without what they have along q and k, once all workers have published dots."""
+    own, spec = kernel.own, kernel.spec
     found = []
     of_numbers = (frame.OF_QUERIES, 1 / spec.scale if spec.scale else 0.0), (frame.OF_KEYS, 1.0)
     for which, (gradient, rows) in enumerate(zip(gradients, (own.q, own.k), strict=True)):

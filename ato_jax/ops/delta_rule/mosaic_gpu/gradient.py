@@ -22,7 +22,8 @@ but for F, N, and the u that they are made of, in two: where keys are alike, dq 
 sums of large terms. Rounded F and N enter dq and dk' as they enter dk", so that what rounding
 leaves off cancels in the sums of dL.
 
-dq and dk are stored over q and k, which leaves room for that in shared memory.
+dq and dk are stored over F and N once all workers have read them, by the worker that forms F or N
+for the next chunk: so q and k come free early, and the stores run under the next chunk's products.
 
 With `normalize_qk` the unit rows' gradients are projected: those of q get - q (q . dq) / |q|^2.
 
@@ -92,7 +93,11 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     products = chunk_gradient.multiply_columns(kernel, number, item, 2, add_dots)
     of_beta, states = products.dots
     own.chunks.produced.wait(0)
+    # 0, but no compiler knows that a length is not negative: so the descriptors of F and N are
+    # computed for each chunk, and not held in registers over all of them and spilled.
+    first = (own.numbers[frame.OF_KEYS, 0] < 0).astype(jnp.int32)
     numbers = Numbers(spec, own.numbers, OF_ROWS)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of dq and dk, ahead of F or N over them
     publish_pairs(kernel, number, products)
     q, k = own.q.at[number], own.k.at[number]
     dq = numbers.times(products.read, numbers.of_read())
@@ -109,7 +114,8 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     own.pairs.arrive()
     own.pairs.wait()
     reads, corrections = (
-        [tiles.at[part] for part in range(frame.PARTS)] for tiles in (own.read, own.corrected)
+        [tiles.at[first + part] for part in range(frame.PARTS)]
+        for tiles in (own.read, own.corrected)
     )
     dq, recalled, written = mosaic.multiply(
         (dq, [(read, k) for read in reads]),
@@ -126,20 +132,21 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
         own.sums.at[number, OF_LOG_DECAY][...] = of_queries + of_recalled - of_written
         own.sums.at[number, OF_LAST][...] = last
     if spec.normalize_qk:
-        dots = of_queries, of_recalled + of_written
-        dq, dk = chunk_gradient.project(kernel, number, (dq, dk), dots)
-    # This worker alone reads these columns of q and k, and now it has.
-    plgpu.commit_smem()
-    q[...] = dq.astype(BF16)
-    k[...] = dk.astype(BF16)
+        chunk_gradient.publish_dots(kernel, number, (of_queries, of_recalled + of_written))
     plgpu.commit_smem()
     own.done.arrive()
-    kernel.store_rows(item, number, q, k)
     own.done.wait()
+    if spec.normalize_qk:
+        dq, dk = chunk_gradient.project(kernel, number, (dq, dk))
+    # Worker 0 forms F and the last one N, so each waits for its own stores alone.
+    tiles = own.read if number == 0 else own.corrected
+    for tile, found in zip((tiles.at[0], tiles.at[1]), (dq, dk), strict=True):
+        tile[...] = found.astype(BF16)
+    plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
+    own.chunks.consumed.arrive(0)
+    kernel.store_rows(item, number, tiles.at[0], tiles.at[1])
     if decay is not None and number == frame.blocks_of_key(spec) - 1:
         store_decay_gradient(kernel, item, decay)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # ahead of the load that overwrites the slot
-    own.chunks.consumed.arrive(0)
 
 
 def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array) -> None:
