@@ -30,6 +30,8 @@ PACKAGES = (
 ROOT = Path(__file__).resolve().parents[1]
 # What figures depend on.
 SOURCES = ("ato_jax", "ato_torch", "benchmarks")
+# Between a commit and the digest of sources that differ from it.
+CHANGED = ", changed: "
 # Commits of the sources among which that of figures is looked for.
 LATEST = 100
 CLOCKS = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
@@ -118,7 +120,7 @@ def commit(root: Path = ROOT) -> str:
     except (OSError, subprocess.SubprocessError):
         return f"sources {_digest(root)}"
     head, changed = (one.stdout.strip() for one in told)
-    return f"{head}, changed: {_digest(root)}" if changed else head
+    return f"{head}{CHANGED}{_digest(root)}" if changed else head
 
 
 def _digest(root: Path) -> str:
@@ -139,10 +141,11 @@ def _digest_of(texts: Mapping[PurePath, bytes]) -> str:
 
 
 def of_sources(told: str, root: Path = ROOT) -> str:
-    """The commit of figures that were measured where no commit was known: the newest one here that
-    has those sources. As it was told, where there is none, or a commit is in it already.
+    """The commit of figures that were measured where no commit was known, or where the sources
+    differed from those of the commit: the newest one here that has those sources. As it was told,
+    where there is none, or the commit is all that it says.
     """
-    digest = told.removeprefix("sources ")
+    digest = told.removeprefix("sources ").rpartition(CHANGED)[2]
     if digest == told:
         return told
 

@@ -116,6 +116,9 @@ def test_figures_of_a_copy_without_its_history_find_their_commit(tmp_path, monke
         digests.append(machine.commit(copy))
     assert len(set(digests)) == 3 and all(one.startswith("sources ") for one in digests)
     assert [machine.of_sources(one, repository) for one in digests] == commits
+    # A copy that has the history up to an earlier commit says so besides.
+    changed = [f"abc{machine.CHANGED}{one.removeprefix('sources ')}" for one in digests]
+    assert [machine.of_sources(one, repository) for one in changed] == commits
     for told in ("sources 000000000000", "abc", "abc, changed: 123", ""):
         assert machine.of_sources(told, repository) == told
     assert machine.of_sources(digests[0], tmp_path) == digests[0]
