@@ -154,7 +154,7 @@ def bind(
 def autocast(*tensors: Any) -> tuple[Any, ...]:
     """The float tensors in autocast's dtype where autocast is on, as for PyTorch's attention."""
     query = tensors[0]
-    # Every call asks this. It takes a tenth of the time of the questions below.
+    # Every call comes here, and this check takes a tenth of the time of those below.
     if not torch._C._is_any_autocast_enabled() or not isinstance(query, torch.Tensor):
         return tensors
     kind = query.device.type
@@ -360,8 +360,9 @@ def are_transposed(*tensors: torch.Tensor) -> bool:
     """Whether all tensors have the second axis within the third in memory, and one is not
     contiguous.
 
-    So does a projection leave them, [B, T, H, D] in memory, also as parts of a larger tensor. They
-    are computed with in that order: copies of parts are faster, and the result lies so, too.
+    A projection leaves its tensors in this order, [B, T, H, D] in memory, also as parts of a larger
+    tensor. Calls on them compute in this order: parts are copied faster, and the result has the
+    same order.
     """
     return not all(tensor.is_contiguous() for tensor in tensors) and all(
         tensor.transpose(1, 2).is_contiguous() or tensor.stride(1) < tensor.stride(2)

@@ -115,7 +115,7 @@ def ready(
     outputs = program.timed if differentiates else program.timed[: program.answers]
     lie = [tensor.transpose(1, 2) if turned else tensor for tensor in tensors]
     copied = [not tensor.is_contiguous() for tensor in lie]
-    # The backward pass would keep copies that are larger than what they were copied from.
+    # The backward pass would keep copies of expanded tensors, which are larger than the originals.
     if any(copied) and differentiates and any(0 in tensor.stride() for tensor in tensors):
         return None
     dense = _copies(tensors, copied)

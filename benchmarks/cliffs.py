@@ -73,7 +73,7 @@ MOST_BASES = 3
 COMPILING = 0.5
 # The most seconds that they compile at a time.
 COMPILE_SECONDS = 400
-# Seconds in which they would not have begun.
+# With fewer seconds left they are not started: they would not have begun to compile.
 SHORTEST_ROUND = 40
 
 

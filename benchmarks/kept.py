@@ -244,7 +244,7 @@ def earlier_rows(
 ) -> list[Own]:
     """The rows of the file that a run with --resume goes on with; none where it is yet to come.
 
-    Each row is of one machine, and so are its ratios: another machine may go on.
+    One machine measures all times of a row and of its ratios, so another machine may add rows.
     """
     path = Path(FLAGS.json)
     if not FLAGS.resume:

@@ -142,8 +142,9 @@ def _digest_of(texts: Mapping[PurePath, bytes]) -> str:
 
 def of_sources(told: str, root: Path = ROOT) -> str:
     """The commit of figures that were measured where no commit was known, or where the sources
-    differed from those of the commit: the newest one here that has those sources. As it was told,
-    where there is none, or the commit is all that it says.
+    differed from those of the commit: the newest one here that has those sources.
+
+    Returns `told` itself where it is a commit alone, or where no commit here has those sources.
     """
     digest = told.removeprefix("sources ").rpartition(CHANGED)[2]
     if digest == told:

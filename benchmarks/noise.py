@@ -79,8 +79,8 @@ def doubt_of_row(by_name: Mapping[str, Sequence[float]], load: str = "") -> str:
 
 @dataclasses.dataclass(kw_only=True)
 class InTurns:
-    """A row of programs that are timed in turns, by what each is called: seconds of one call, the
-    batches that these are the median of, and the errors for which the programs were compared.
+    """A row of programs that are timed in turns. By each program's name, it has the seconds of one
+    call, the batches whose median these are, and the errors found when the programs were compared.
     `wrong` or `skipped` is why there are no seconds; `load` is what other programs did meanwhile.
     """
 
@@ -103,8 +103,8 @@ class InTurns:
 
     @classmethod
     def of_file(cls, told: Mapping[str, Any]) -> Self:
-        """From a row of a file, which has more, what follows from the times, and may lack fields
-        that were added later.
+        """From a row of a file. Such a row also has what follows from the times, which is left out,
+        and may lack fields that were added later.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: told[name] for name in names if name in told})

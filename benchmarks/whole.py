@@ -76,7 +76,8 @@ REFUSED = 2
 MOST_STARTS = 4
 # The report has every second row of the choices: all of them take a card more than nine minutes.
 CHOICES_EVERY = 2
-# The report has a third of that suite's cases: heads of 128 columns, on a CPU of 16.
+# The report has the cases of that suite whose names contain this: heads of 128 columns, and of 16
+# on a CPU.
 OF_SDPA = " D1"
 # A stage takes about a minute to start: the imports, a copy's bandwidth, what is compiled.
 SHORTEST_SECONDS = 60.0
@@ -208,7 +209,7 @@ STAGES = (
         _of_choices,
     ),
 )
-# Their figures are of one row, so another machine goes on with their files without being told.
+# Each row of their files stands alone, so they take no `--another_machine`.
 BY_ROW = (training.NAME, choices.NAME)
 
 

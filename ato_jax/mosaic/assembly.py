@@ -115,10 +115,11 @@ def plus_zero(x: Any, number: Any) -> Any:
 
 
 def commit_to_warp() -> None:
-    """What a warp's threads stored to shared memory, ahead of loads by other threads of the same
-    warp. Rows of a tile in registers belong to one warp each, and so do stores and loads of them:
-    where a role reads only tiles that it stored itself, it need not wait for its other warps, nor
-    for the copy engine's view of memory (`plgpu.commit_smem`)."""
+    """Makes a warp's stores to shared memory visible to the other threads of the same warp.
+
+    Each row of a tile in registers belongs to one warp, which alone stores and loads it. So a role
+    that reads only tiles that it stored itself need not wait for its other warps, nor make the
+    stores visible to the copy engine, as `plgpu.commit_smem` does."""
     if device.interpreting():
         plgpu.commit_smem()
         return

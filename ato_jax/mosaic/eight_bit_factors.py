@@ -69,8 +69,8 @@ def in_eight_bits(x: jax.Array) -> jax.Array:
 
 
 def transposed_bytes(x: jax.Array, number: int) -> jax.Array:
-    """Of a transposed tile whose elements are two neighbours in a row, the bytes of the first or of
-    the second: the rows of a product's second factor.
+    """Extracts the lower or the upper bytes of a transposed tile, each of whose elements holds two
+    neighbours of a row of the original: rows of a product's second factor.
 
     Args:
       x: [rows, columns] of uint16 in registers, a column for each row of the factor.
@@ -78,7 +78,7 @@ def transposed_bytes(x: jax.Array, number: int) -> jax.Array:
 
     Returns:
       [rows, columns / 2] of uint16, each two bytes in the order of `in_order_of_eight_bits`. A
-      thread has the four of a word already.
+      thread already holds the four bytes of each word of 32 bits, so none are exchanged.
     """
     shape = x.shape[0], x.shape[1] // 2
     if device.interpreting():

@@ -2,10 +2,10 @@
 
     x = values * scale        values [B, T, H, D] of float8_e4m3fn, scale [B, H] float32
 
-Some calls have kernels that read 8 bits, by a backend of an op of its own, since it takes the
-scales beside the arrays (`reading.py` of linear and of softmax attention). All others widen their
-arrays first, to bfloat16 or, for a float32 output, to float32; they take the time of a call on
-these, and their memory. float8_e4m3fn has 4 significant bits and bfloat16 has 8, so a product with
+Some calls have kernels that read 8 bits. Their backend has an op of its own, since it takes scales
+beside the arrays (`reading.py` of linear and of softmax attention). All other calls widen their
+arrays first, to bfloat16 or, for a float32 output, to float32, and take the time and the memory of
+a call on wide arrays. float8_e4m3fn has 4 significant bits and bfloat16 has 8, so a product with
 a power of two is exact, and one with another scale is rounded once.
 """
 
@@ -167,7 +167,7 @@ def resolved(
     scales: list[jax.Array],
     spec: Any,
 ) -> RequestT:
-    """The request of a call on float8 arrays: of the backend that reads them, or with the arrays
+    """The request of a call on float8 arrays: to the backend that reads them, or with the arrays
     widened.
 
     Args:
@@ -188,12 +188,12 @@ def resolved(
 
 
 def is_read(request: Any, narrow: choosing.Op[Any, Any, Any], read: Any) -> bool:
-    """Whether a backend reads the 8 bits of a call: where it supports the call, and the call names
-    its family or none.
+    """Whether the backend of `narrow` reads the 8 bits of a call. It has to support the call, and
+    the call has to name its family or none.
 
-    Where it names none, reading has to pay by the backend's own rule, `beats_later_backends`, and
-    the call on wide arrays has to choose that family, too, or to be one that the family takes in 8
-    bits alone.
+    For a call that names none, reading also has to pay by the backend's own rule,
+    `beats_later_backends`. And the same call on wide arrays has to choose that family, too, or to
+    be one that the family does not support.
     """
     (backend,) = narrow.backends
     spec, family = request.spec, choosing.family(backend)

@@ -149,7 +149,7 @@ def prepare(
     request = Request(spec, inputs, implementation, batched, T, out_dtype)
     if out_dtype is None:
         return request
-    # Segments and the parameters of a feature map are what no such backend takes.
+    # Backends that read 8 bits take neither segments nor parameters of a feature map.
     q_scale, k_scale, v_scale = own_scales
     read = Float8Inputs(
         q, k, v, q_scale, k_scale, v_scale, decay, initial_state, q_lengths, kv_lengths

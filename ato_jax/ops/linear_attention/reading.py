@@ -1,7 +1,7 @@
 """The op of the backend that reads the 8 bits of float8_e4m3fn arrays: it takes `Float8Inputs`.
 
-`ops/float8.py` says which calls it serves. Where it serves none, the arrays are widened, and the
-call is one of the op of wide arrays.
+`ops/float8.py` decides which calls it serves. For all others the arrays are widened, and the op of
+wide arrays serves the call.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ A product of 8 bits contracts over what lies side by side in both factors, so v 
 sequences along the last axis, [B, G, V, S]. Weights stay in registers. There a thread has other
 columns of a sum of float32 than of a factor of 8 bits, so the keys of v lie in the order that
 weights have as a factor, which is the same in every 16 of them (`mosaic.in_order_of_eight_bits`).
-Both is one transposition ahead of the kernel, which also pads v to whole blocks, and sets it to 0
-beyond the keys' end (`transposition.py`).
+A kernel of its own transposes v into that order ahead of the forward kernel (`transposition.py`).
+It also pads v to whole blocks, and sets it to 0 beyond the keys' end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NO_DERIVATIVE = "float8 inputs have no derivative"
 HEAD_MULTIPLE = 32
 # A unit of scores is kept between these: times the lowest score it is finite, and above 0.
 LEAST_UNIT, LARGEST_UNIT = 1e-30, 1e25
-# Fewer columns leave little to products: at 64 a call takes 0.95 of the time of bfloat16 arrays,
-# and errs ten times as much as a widened one.
+# Calls of fewer columns gain little: at 64 one takes 0.97 of the time of a call on bfloat16 arrays,
+# and its error is ten times that of a widened one.
 LEAST_COLUMNS = 128
 
 
@@ -56,8 +56,8 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
 
 
 def beats_later_backends(spec: AttentionSpec, device: Device, backward_follows: bool) -> bool:
-    """Whether reading 8 bits pays. By a call's sizes the rule of wide arrays decides
-    (`ops/float8.py`)."""
+    """Whether reading 8 bits pays at these columns. `ops/float8.py` also applies the rule of wide
+    arrays for the sizes of a call."""
     return spec.D >= LEAST_COLUMNS
 
 

@@ -38,8 +38,9 @@ BARRIER_BYTES = 2048
 # Keys and values of heads that run at the same time should stay in the L2 cache: 50 MB on an H100
 # and an H200, of which a part holds what comes through.
 CACHE_BYTES = 32 * 2**20
-# How many keys the tensor cores sum up in 8 bits. By their arithmetic (docs/notes/attention.md) the
-# error for values of one sign is at most 2.2e-2, and with 2048 keys 4.5e-2: above the budget, 3e-2.
+# The most keys whose products of 8 bits the tensor cores add up before the sums are set aside. By
+# an emulation (docs/notes/attention.md) the relative error for values of one sign is then at most
+# 2.2e-2. With 2048 keys it is 4.5e-2, above the budget of 3e-2.
 MOST_KEYS_OF_SUMS = 1024
 
 

@@ -28,7 +28,7 @@ def set_aside(
     walk: Walk, mine: Any, c_m: jax.Array, acc: tuple[jax.Array, ...], base: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Adds acc to the sums of earlier steps, and starts anew."""
-    mosaic.commit_to_warp()  # the sums of earlier steps, ahead of the loads, which cross threads
+    mosaic.commit_to_warp()  # the loads below read what other threads of the warp stored
     factor = walk.softmax(mine.unit).lasts(base, c_m)
     for tile, total in tiles_of(walk, mine, acc):
         tile[...] = mosaic.rounded(with_earlier(tile, total, factor), tile.dtype)

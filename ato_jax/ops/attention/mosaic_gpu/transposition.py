@@ -4,13 +4,14 @@
 
 A product of 8 bits contracts over what lies side by side in both factors, here the keys. They lie
 in the order of weights as a factor, which is the same in every 16 (`in_order_of_eight_bits`). XLA
-makes one permutation of both, and gathers each byte from global memory by itself.
+would merge the transposition and that order into one permutation, and gather single bytes from
+global memory.
 
 A block of one warpgroup takes a tile of 128 keys. Two neighbouring columns are one element of 16
 bits, which loads from shared memory transpose:
 
     x        [64, 128]       pairs of columns, keys; in registers
-    across   [2, 64, 64]     of both columns of a pair, two keys an element
+    across   [2, 64, 64]     the first and the second columns of the pairs, two keys an element
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ato_jax.mosaic import HALF, TILE
 from ato_jax.mosaic.tiles import for_copy
 from ato_jax.ops.attention.spec import AttentionSpec
 
-KEYS = 128  # of a block
+KEYS = 128  # keys of a block's tile
 U16 = jnp.uint16
 # Rows of 128 bytes, copied as they are: sequences have any number of keys.
 TILES = mosaic.Tiling("bthd", HALF, HALF, dtype=U16, untiled=True)
@@ -47,8 +48,8 @@ class Blocks:
 def transposed(
     spec: AttentionSpec, v: jax.Array, multiple: int, lengths: jax.Array | None
 ) -> jax.Array:
-    """v across, with zeros behind the sequence's end up to a multiple of keys, and beyond the
-    lengths [B]."""
+    """The transposed v, [B, G, V, S up to a multiple of keys], with zeros for keys behind the end
+    of the sequence and beyond the lengths [B]."""
     keys = spec.S + -spec.S % multiple
     grid = Blocks(spec, keys)
     pairs = lax.bitcast_convert_type(v.reshape(*v.shape[:3], spec.V // 2, 2), U16)

@@ -18,8 +18,8 @@ from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residual
 
 
 class Kept(NamedTuple):
-    """`Outputs`, with what `solve.py` left, u and the state that each chunk begins with: for each
-    element of v 2 + D / 64 + 144 / V elements."""
+    """`Outputs`, with what `solve.py` left, u in two parts and the state that each chunk begins
+    with: for each element of v 2 + D / 64 + 144 / V elements of bfloat16."""
 
     out: jax.Array
     state: jax.Array

@@ -4,23 +4,24 @@ products over v's columns.
 `gradient.py` is for a decay per step or none, `channel_gradient.py` for one per channel, which has
 log decays to load. Their docstrings have the mathematics.
 
-    MEMORY      loads dout, u, dr, S and dS' for 64 of v's columns after the other; then q, k and
-      |         the numbers of the chunk's steps
+    MEMORY      loads dout, u, dr, S and dS' by blocks of 64 of v's columns, one after the other;
+      |         then q, k and the numbers of the chunk's steps
       |  chunks: loaded; consumed once the gradients are known
       |  columns: loaded; consumed once they are multiplied
       v
     WORKER (0 .. D / 64 - 1)    64 columns of dq and dk each; worker 0 forms F, the last one N
          pairs: all wait for F and N
-         dots: all wait for each other's part of q . dq and k . dk, with `normalize_qk`, where
-               decays are per channel
-         done: all wait until F, N and dots may be overwritten; for a decay per step or none, until
-               dots are known and F and N may be overwritten
+         dots: with `normalize_qk` and a decay per channel, all wait for each other's part of
+               q . dq and k . dk
+         done: with a decay per channel, all wait until F, N and these parts may be overwritten;
+               otherwise, until the parts are stored and F and N may be overwritten
 
     symbol          shape       what it is
     q, k            [64, D]     a chunk's rows, in blocks of 64 columns
     dout, u, dr     [64, 64]    a chunk's rows, 64 of their columns; u in two parts
     S, dS'          [D, 64]     transposed, [64, 64] for each block of D
-    F, N            [64, 64]    the pairs' parts of the gradients, F in two parts
+    F, N            [64, 64]    the pairs' parts of the gradients, F in two parts of bfloat16; N
+                                too, but in one with a decay per channel and D = 128
 """
 
 from __future__ import annotations
@@ -274,7 +275,7 @@ def multiply_columns(
         own.columns.produced.wait(slot)
         dout, dr, written = own.dout.at[slot], own.dr.at[slot], kernel.parts_of_written(slot)
         state, dstate = own.states.at[slot, number], own.dstates.at[slot, number]
-        # In two parts for a decay of a step, too, ptxas would spill three times as much.
+        # u in two parts here with a decay per step, too, made ptxas spill three times as much.
         to_state = written if kernel.spec.decay == "channel" else written[:1]
         factors = [[(dout, state)], [(dr, state)], [(part, dstate) for part in to_state]]
         factors += [[((dout, dr)[which], part.T) for part in written] for which in formed]

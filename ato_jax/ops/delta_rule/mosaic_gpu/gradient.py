@@ -17,13 +17,14 @@ all later steps of its chunk, and over the workers' columns.
 
 u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
 
-No product's result goes on to another chunk, so factors in one part of bfloat16 are exact enough,
-but for F, N, and the u that they are made of, in two: where keys are alike, dq and ddecay are small
-sums of large terms. Rounded F and N enter dq and dk' as they enter dk", so that what rounding
-leaves off cancels in the sums of dL.
+No product's result goes on to another chunk, so one part of bfloat16 is exact enough for most
+factors. F, N and the u that they are made of are in two parts, since dq and ddecay are small sums
+of large terms where keys are alike; u beside dS' is in one. The same rounded F and N enter dq, dk'
+and dk", so their rounding errors cancel in the sums of dL.
 
-dq and dk are stored over F and N once all workers have read them, by the worker that forms F or N
-for the next chunk: so q and k come free early, and the stores run under the next chunk's products.
+A worker stores its dq and dk over the F or N that it forms, once all workers have read F and N. So
+the slot of q and k comes free early, and the copies to global memory run under the products of the
+next chunk.
 
 With `normalize_qk` the unit rows' gradients are projected: those of q get - q (q . dq) / |q|^2.
 
@@ -93,8 +94,9 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     products = chunk_gradient.multiply_columns(kernel, number, item, 2, add_dots)
     of_beta, states = products.dots
     own.chunks.produced.wait(0)
-    # 0, but no compiler knows that a length is not negative: so the descriptors of F and N are
-    # computed for each chunk, and not held in registers over all of them and spilled.
+    # 0, since the factors of keys are never negative, which no compiler knows. With it in their
+    # addresses the descriptors of F and N are computed for each chunk; otherwise they would be
+    # computed ahead of the loop over chunks, and spilled.
     first = (own.numbers[frame.OF_KEYS, 0] < 0).astype(jnp.int32)
     numbers = Numbers(spec, own.numbers, OF_ROWS)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of dq and dk, ahead of F or N over them
@@ -138,7 +140,8 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     own.done.wait()
     if spec.normalize_qk:
         dq, dk = chunk_gradient.project(kernel, number, (dq, dk))
-    # Worker 0 forms F and the last one N, so each waits for its own stores alone.
+    # Worker 0 forms F and the last one N, so a worker that forms either for the next chunk has to
+    # wait for no stores but its own.
     tiles = own.read if number == 0 else own.corrected
     for tile, found in zip((tiles.at[0], tiles.at[1]), (dq, dk), strict=True):
         tile[...] = found.astype(BF16)

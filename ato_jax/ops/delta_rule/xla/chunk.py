@@ -127,12 +127,13 @@ def _from_quarters(first: jax.Array, between: jax.Array, last: jax.Array) -> jax
 
 
 def einsum_of(spec: DeltaRuleSpec) -> Callable[..., jax.Array]:
-    """How rows of q and k are multiplied with states, and what is written with rows of k; and with
-    a decay per channel, or of bfloat16, how q and k make pairs.
+    """The einsum for products of q and k with states, and of k with what is written; also for the
+    pairs of q and k, but for those of `einsum_of_pairs`.
 
-    float16 needs exact products, too: its budget leaves no room for five that are rounded to TF32.
-    So do few steps: where q_t . k_s of the one or two that there are nearly cancels, or do_t . v_s
-    does, the rounding of the factors to TF32 is up to 1e-2 of what is left.
+    It is exact for float32 and float16 without `precision="tf32"`. In other calls XLA on a GPU
+    rounds the factors to TF32, for which the budget of float16 leaves no room. Calls of few steps
+    are exact with every dtype and precision: where q_t . k_s of the one or two that there are
+    nearly cancels, or do_t . v_s does, that rounding is up to 1e-2 of what is left.
 
     Products with X and P are exact in every call: where keys are alike, the terms of such a sum
     change sign and nearly cancel, in the gradients, too.
@@ -143,8 +144,9 @@ def einsum_of(spec: DeltaRuleSpec) -> Callable[..., jax.Array]:
 
 
 def einsum_of_pairs(spec: DeltaRuleSpec) -> Callable[..., jax.Array]:
-    """How q and k make pairs, without a decay per channel. With TF32 k k^T is exact, because the
-    inverse of its triangle is far from the identity where keys are alike, and so is q k^T."""
+    """The einsum for pairs of q and k, without a decay per channel. With `precision="tf32"` k k^T
+    is exact, because the inverse of its triangle is far from the identity where keys are alike. So
+    is q k^T, which is part of the same product."""
     return exact if spec.precision == "tf32" else einsum_of(spec)
 
 

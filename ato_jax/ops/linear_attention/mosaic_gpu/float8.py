@@ -49,8 +49,8 @@ def _has_half_a_tile(spec: LinearAttentionSpec) -> bool:
 def beats_later_backends(
     spec: LinearAttentionSpec, device: Device, backward_follows: bool
 ) -> bool:
-    """Whether reading 8 bits pays. Where kernels of wide arrays take a call, too, their rule
-    decides by its sizes (`ops/float8.py`)."""
+    """Whether reading 8 bits pays. Where the kernels of wide arrays take the call, too,
+    `ops/float8.py` also applies their rule for the sizes of a call."""
     if not _has_half_a_tile(spec):
         return True
     elements = spec.B * (spec.H * spec.T + spec.G * spec.S) * spec.D
