@@ -33,7 +33,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "tests" / "long_tests.json"
-SECONDS = 3.0
+SECONDS = 2.0
 HASH_DIGITS = 16
 # One op's kernels, interpreted or compiled, by how the names of their tests begin.
 OPS = {
