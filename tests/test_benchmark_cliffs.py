@@ -240,7 +240,7 @@ def test_rows_that_were_not_compiled_in_time_are_compiled_ahead_once_more(
     monkeypatch.setitem(cliff_rows.STEPS, "cpu", tuple(steps))
     monkeypatch.setattr(cliffs.peers, "Peer", Peer)
     asked, measured = [], []
-    # Of the first round the base case and two rows, of the second one a row without it.
+    # The first round compiles the base case and two rows, the second one another row.
     ready = iter([[rows[0], *rows[3:]], [rows[1]], []])
 
     def compile_ahead(groups, platform, left):

@@ -509,7 +509,7 @@ def test_other_files_of_a_card_stand_in_the_documents(tmp_path, monkeypatch):
     case = sdpa.CONTEST.cases["gpu"][0]
     rows = [row_of(sdpa.OURS, 1.0, case), row_of(sdpa.THEIRS, 1.5, case, picked="FLASH")]
     text = document.section(Results(**NOTED, platform="gpu", rows=rows), "a_card")
-    # Of the suite beside SDPA what was measured alone.
+    # The table beside SDPA has only the cases that were measured.
     said = "SDPA's time over that of ato_torch.attention"
     lines = [line for line in text.splitlines() if line.startswith("| softmax ")]
     assert lines == [f"| {case} | FLASH | 1.500 | - |"]

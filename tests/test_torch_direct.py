@@ -1061,7 +1061,7 @@ def test_parts_of_a_projection(known, name, transposed):
         with pytest.raises(NotImplementedError, match="second order"):
             loss = again[0].sum() + sum((x * x).sum() for x in wanted_of)
             torch.autograd.grad(loss, wanted_of)
-    # What is written to afterwards is not what the backward pass reads.
+    # The backward pass reads copies, so a later write to the inputs does not reach it.
     leaf = drawn[0].clone().requires_grad_()
     inputs = [leaf * 1, *drawn[1:]]
     given = [x if n else x[:, :, ::2] for n, x in enumerate(inputs)]

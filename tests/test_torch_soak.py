@@ -250,7 +250,7 @@ def test_a_limit_shortens_the_run(monkeypatch, capsys):
     assert time.monotonic() - start < 20
     printed = capsys.readouterr().out
     assert printed.endswith("passed\n")
-    # What is compiled ahead of the calls counts: 2 s are kept, and 3 s passed.
+    # Compiling ahead of the calls takes from their time: 2 s are kept for the end, 3 s passed.
     assert int(re.search(r"leaves (\d+) s of calls in place of 300", printed)[1]) <= 3
 
 
