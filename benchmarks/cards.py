@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks import demo, findings, noise, scaling_page, suites
@@ -11,7 +11,10 @@ from benchmarks.findings import OURS
 from benchmarks.results import Results
 from benchmarks.tables import Table, milliseconds
 
-NOTE = "Times of two cards are of different runs and hosts, so no ratio is made of them."
+NOTE = (
+    "Times of two cards are of different runs and hosts, and of different kernels where the "
+    "commits differ, so no ratio is made of them."
+)
 # By case and phase, and then by card: what the table says.
 Cells = dict[tuple[str, str], dict[str, str]]
 
@@ -54,12 +57,16 @@ def of_one_device(paths: Sequence[Path]) -> Cells:
 
 def noted(paths: Sequence[Path]) -> str:
     """The dates and commits of files by card."""
+    files = [json.loads(path.read_text()) for path in paths]
+    return dated((one["device"], one["about"]["date"], one.get("commit", "")) for one in files)
+
+
+def dated(facts: Iterable[tuple[str, str, str]]) -> str:
+    """By card the dates and the commits of its figures, of each file's card, date and commit."""
     told: dict[str, dict[str, None]] = {}
-    for path in paths:
-        found = json.loads(path.read_text())
-        of_card = told.setdefault(found["device"], {})
-        commit = found.get("commit") or "not noted"
-        of_card[f"{found['about']['date']}, commit {commit}"] = None
+    for card, date, commit in facts:
+        of_card = told.setdefault(card, {})
+        of_card[f"{date or 'not dated'}, commit {commit or 'not noted'}"] = None
     return "; ".join(f"{card}: {' and '.join(dates)}" for card, dates in told.items()) + "."
 
 
@@ -76,7 +83,8 @@ def table(cells: Cells, title: str, *notes: str) -> list[Table]:
 
 def tables(found: Sequence[Results]) -> list[Table]:
     paths = scaling_page.files()
+    when = dated((one.device, one.about.get("date", ""), one.commit) for one in found)
     return [
-        *table(of_reports(found), "Cards side by side: the report's rows of ato_jax"),
+        *table(of_reports(found), "Cards side by side: the report's rows of ato_jax", when),
         *table(of_one_device(paths), "Cards side by side: calls on one GPU", noted(paths)),
     ]

@@ -220,10 +220,12 @@ def facts() -> dict[str, Any]:
 def told_of(found: Mapping[str, Any]) -> str:
     """What `facts` returned, as a sentence below a table."""
     about = found.get("about", {})
-    told = [about.get("date", ""), f"commit {found.get('commit') or 'not noted'}"]
-    told += [f"JAX {found.get('jax', 'not noted')}"]
+    if not about:
+        return ""
+    when = f" on {about['date']}" if about.get("date") else ""
+    told = [f"commit {found.get('commit') or 'not noted'}", f"JAX {found.get('jax', 'not noted')}"]
     told += [f"driver {about['driver']}"] if "driver" in about else []
-    return f"Measured with {', '.join(filter(None, told))}." if about else ""
+    return f"Measured{when} with {', '.join(told)}."
 
 
 def rows_of(

@@ -139,7 +139,8 @@ def table(found: Sequence[Latency], *more: str) -> Table:
         lines.append([one.case, *cells, demo.milliseconds(one.first), rate])
         if one.doubt:
             notes.append(f"  {noise.MARK}{one.case}: {noise.busy(one.doubt)}")
-    head = ["", "p50, ms", "p90", "p95", "p99", "longest", "first token", "tokens/s a sequence"]
+    times = ("p50", "p90", "p95", "p99", "longest", "first token, which compiles")
+    head = ["", *(f"{time}, ms" for time in times), "tokens/s a sequence"]
     return Table("Latency of a token in a decode loop", head, lines, notes)
 
 

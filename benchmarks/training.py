@@ -290,15 +290,16 @@ def table(rows: Iterable[Step], *more: str) -> Table:
         told = noise.NOISY if row.ratio is None else f"{row.ratio:.3f}"
         errors = [f"{error:.1e}" for error in row.errors.values()]
         lines.append([row.case, told, *cells, *hosts, *(peaks or ["-", "-"]), *errors])
-    head = [
-        *("", "ratio", f"{OURS}, ms", f"{THEIRS}, ms", "host of the one, ms", "of the other"),
-        *("GB beyond the weights", "of the other", "loss", "gradient"),
-    ]
+    both = (OURS, THEIRS)
+    head = ["", "ratio", *(f"{name}, ms" for name in both)]
+    head += [f"the host's time, {name}, ms" for name in both]
+    head += [f"beyond the weights, {name}, GB" for name in both]
+    head += ["error of the loss", "error of the gradient"]
     ratios = [row.ratio for row in rows if row.ratio is not None]
     if ratios:
         slower = sum(one < 1 for one in ratios)
         least = f"the least ratio is {min(ratios):.3f}"
-        notes.append(f"{slower} of {len(ratios)} steps are slower; {least}.")
+        notes.append(f"{slower} of {len(ratios)} steps are slower than {THEIRS}'s; {least}.")
     return Table("A training step by PyTorch over that by ato_torch", head, lines, notes)
 
 
@@ -306,6 +307,14 @@ def tables(path: Path) -> list[Table]:
     """The table of a file that `write` wrote, or none where it has no rows."""
     facts, rows = kept.rows_of(path, NAME, Step.of_file)
     return [table(rows, kept.told_of(facts))] if rows else []
+
+
+def ratios(path: Path) -> list[float]:
+    """Those of the steady steps of a file that `write` wrote; none where there is no file."""
+    if not path.exists():
+        return []
+    _, rows = kept.rows_of(path, NAME, Step.of_file)
+    return [row.ratio for row in rows if row.ratio is not None]
 
 
 def write(rows: Iterable[Step], facts: dict[str, Any]) -> None:

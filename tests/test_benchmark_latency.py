@@ -67,7 +67,9 @@ def test_the_memory_of_a_step(capsys, monkeypatch):
 def test_percentiles_of_a_loop_and_when_not_to_speak():
     mixed = latency.Latency("a loop", 1.0, ([1e-3] * 9 + [2e-3]) * 10)
     assert mixed.doubt == ""
-    row = latency.table([mixed]).rows[0]
+    table = latency.table([mixed])
+    assert [name.endswith(", ms") for name in table.head] == [False, *[True] * 6, False]
+    row = table.rows[0]
     assert row == ["a loop", "1.000", "1.100", "2.000", "2.000", "2.000", "1000", "1000"]
     slower = latency.Latency("a loop", 1.0, [1e-3] * 50 + [1.2e-3] * 50)
     assert slower.doubt == "its first and last quarters differ by 20%"
