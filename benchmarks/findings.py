@@ -59,15 +59,25 @@ class Found:
         return times(self.row(case, phase, over), self.row(case, phase, under))
 
 
+def steady_ratio(over: Row | None, under: Row | None) -> float | None:
+    """How many times as long the one takes as the other; None unless both times are there, steady
+    and of one machine.
+    """
+    if over is None or under is None or not over.seconds or not under.seconds:
+        return None
+    if over.machine != under.machine or over.doubt or under.doubt:
+        return None
+    return over.seconds / under.seconds
+
+
 def times(over: Row | None, under: Row | None) -> str:
-    """How many times as long the one takes as the other, of steady times of one machine alone."""
+    """The same in words, or why there is no ratio."""
     if over is None or under is None or not over.seconds or not under.seconds:
         return "-"
     if over.machine != under.machine:
         return noise.TWO_MACHINES
-    if over.doubt or under.doubt:
-        return noise.NOISY
-    return f"{demo.ratio(over.seconds / under.seconds)}x"
+    ratio = steady_ratio(over, under)
+    return noise.NOISY if ratio is None else f"{demo.ratio(ratio)}x"
 
 
 def cases_of(results: Results, contest: Contest) -> list[Case]:
@@ -361,7 +371,7 @@ def crossover(contest: Contest) -> Callable[[Results], list[Table]]:
         grid = crossovers(results, contest)
         widths = sorted({D for _, D in grid})
         lines = [
-            [f"{T}", *(f"{demo.ratio(grid[T, D])}x" if (T, D) in grid else "-" for D in widths)]
+            [f"{T}", *(times(*grid[T, D]) if (T, D) in grid else "-" for D in widths)]
             for T in sorted({T for T, _ in grid})
         ]
         head = ["T", *(f"D {D}" for D in widths)]
@@ -375,16 +385,14 @@ def crossover(contest: Contest) -> Callable[[Results], list[Table]]:
     return tables
 
 
-def crossovers(results: Results, contest: Contest) -> dict[tuple[int, int], float]:
-    """By T and D: how many times as long the best of SDPA takes as linear attention, where both
-    times are steady.
-    """
+def crossovers(results: Results, contest: Contest) -> dict[tuple[int, int], tuple[Row, Row]]:
+    """By T and D: the rows of the best of SDPA and of linear attention, where both have a time."""
     found, grid = Found(results), {}
     for case in cases_of(results, contest):
         own = found.row(case, FORWARD, OURS)
         peer = best(row for row in found.of(case, FORWARD) if row.contender in SDPA)
-        if times(peer, own).endswith("x"):
-            grid[case.T, case.D] = peer.seconds / own.seconds
+        if own is not None and own.seconds and peer is not None:
+            grid[case.T, case.D] = peer, own
     return grid
 
 

@@ -35,6 +35,9 @@ from benchmarks.results import Results, Row
 # Lengths of one line, and what they are of.
 Lines = Mapping[str, Mapping[int, float]]
 STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
+# Of points whose time is not steady (`noise`).
+OPEN: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white"}
+OPEN_LABEL = "open marker: a time that is not steady"
 # Beyond the demo's: a line each.
 MORE_STYLES: tuple[dict[str, Any], ...] = (
     *STYLES,
@@ -63,6 +66,11 @@ def _by_length(results: Results, contest: Any, phase: str) -> dict[str, dict[int
     return found
 
 
+def _open_marker() -> Any:
+    """What the legend shows for it."""
+    return plt.Line2D([], [], color="#666666", marker="o", **OPEN)
+
+
 def times(results: Results, contest: Any, title: str) -> Any:
     """Time over T in logarithms, both phases, with the byte limit."""
     figure, panels = plt.subplots(
@@ -70,12 +78,18 @@ def times(results: Results, contest: Any, title: str) -> Any:
     )
     handles: dict[str, Any] = {}
     styles: dict[str, dict[str, Any]] = {}
+    opened = False
     for panel, phase in zip(panels[0], contest.phases, strict=True):
         limits: dict[int, float] = {}
         for name, rows in _by_length(results, contest, phase).items():
             style = styles.setdefault(name, MORE_STYLES[len(styles) % len(MORE_STYLES)])
             seconds = {T: row.seconds for T, row in sorted(rows.items())}
             (handles[name],) = panel.plot(list(seconds), list(seconds.values()), **style)
+            doubtful = {T: seconds[T] for T, row in rows.items() if row.doubt}
+            if doubtful:
+                over = {**style, **OPEN, "zorder": style.get("zorder", 2) + 1}
+                panel.plot(list(doubtful), list(doubtful.values()), **over)
+                opened = True
             limits |= {T: row.limit for T, row in rows.items()}
         if not limits:
             plt.close(figure)
@@ -87,6 +101,8 @@ def times(results: Results, contest: Any, title: str) -> Any:
         panel.set(title=phase)
         panel.yaxis.set_major_formatter(FuncFormatter(picture.duration))
     panels[0][0].set_ylabel("time of one call")
+    if opened:
+        handles[OPEN_LABEL] = _open_marker()
     _legend(figure, handles, title, results)
     return figure
 
@@ -116,7 +132,9 @@ def _contests() -> dict[str, tuple[Any, str]]:
 
 
 def roofline(results: Results) -> Any:
-    """Operations per second over operations per byte, under a copy's and a product's rates."""
+    """Operations per second over operations per byte, under a copy's and a product's rates, of
+    steady times of `implementation=None` and of peers.
+    """
     figure, panel = plt.subplots(figsize=(9, 6))
     handles: dict[str, Any] = {}
     found = Found(results)
@@ -125,7 +143,9 @@ def roofline(results: Results) -> Any:
     for op, (contest, marker) in _contests().items():
         for case in findings.cases_of(results, contest):
             for row in found.of(case, FORWARD):
-                own = side_by_side.is_ours(row.contender)
+                own = row.contender == OURS
+                if row.doubt or (side_by_side.is_ours(row.contender) and not own):
+                    continue
                 colour, size, order = ("#0b5fa5", 60, 5) if own else ("#bbbbbb", 22, 2)
                 intensity = row.operations / row.traffic
                 intensities.append(intensity)
@@ -180,19 +200,24 @@ def crossover(results: Results) -> Any:
     """T x D: how many times as long the best of SDPA takes as linear attention."""
     grid = findings.crossovers(results, suites.CROSSOVER)
     lengths, widths = (sorted({key[axis] for key in grid}) for axis in (0, 1))
-    values = np.array([[grid.get((T, D), np.nan) for T in lengths] for D in widths])
-    if not grid:
+    ratios = {key: findings.steady_ratio(*rows) for key, rows in grid.items()}
+    values = np.array([[ratios.get((T, D)) or np.nan for T in lengths] for D in widths])
+    if np.isnan(values).all():
         return None
     figure, panel = plt.subplots(figsize=(9, 5.5))
     ratio = np.log2(values)
     edge = float(np.nanmax(np.abs(ratio))) or 1.0
     panel.imshow(ratio, cmap="RdBu", vmin=-edge, vmax=edge, aspect="auto", origin="lower")
     for (row, column), value in np.ndenumerate(values):
-        if not np.isnan(value):
+        if np.isnan(value):
+            # A white cell says why it has no ratio.
+            key = lengths[column], widths[row]
+            text, colour = (findings.times(*grid[key]) if key in grid else "-"), "#777777"
+        else:
             strong = abs(np.log2(value)) > 0.6 * edge
             text = f"{value:.2g}x" if value < 10 else f"{value:.0f}x"
             colour = "white" if strong else "black"
-            panel.text(column, row, text, ha="center", va="center", color=colour)
+        panel.text(column, row, text, ha="center", va="center", color=colour)
     panel.set_xticks(range(len(lengths)), [picture.length(T) for T in lengths])
     panel.set_yticks(range(len(widths)), [str(D) for D in widths])
     panel.set(xlabel="tokens T", ylabel="head size D")
@@ -208,12 +233,14 @@ def accuracy(results: Results) -> Any:
     if not any(Found(results).of(case, FORWARD) for case in first.values()):
         return None
     figure, panels = plt.subplots(1, len(both), figsize=(12, 6.5))
+    opened = False
     for panel, (op, case) in zip(panels, first.items(), strict=True):
         # Numbers of colours and markers without a common factor: no two look the same.
         colours = itertools.cycle(style["color"] for style in MORE_STYLES)
         markers = itertools.cycle("os^DP")
         wanted = side_by_side.wanted(both[op][0], case)
         rows = [row for row in Found(results).of(case, FORWARD) if row.contender in wanted]
+        opened = opened or any(row.doubt for row in rows)
         # The library's own first, so that it looks the same in all panels.
         for row in sorted(rows, key=lambda row: row.contender != OURS):
             colour, marker = next(colours), next(markers)
@@ -221,7 +248,8 @@ def accuracy(results: Results) -> Any:
                 row.seconds,
                 row.errors["out"],
                 s=90 if row.contender == OURS else 45,
-                color=colour,
+                edgecolors=colour,
+                facecolors="white" if row.doubt else colour,
                 marker=marker,
                 label=row.contender,
             )
@@ -246,7 +274,8 @@ def accuracy(results: Results) -> Any:
             )
     panels[0].set_ylabel("relative error of the output against float64")
     figure.subplots_adjust(left=0.09, right=0.98, top=0.9, bottom=0.4, wspace=0.2)
-    figure.text(0.5, 0.01, results.device, ha="center", fontsize=9, color="#555555")
+    told = f"{results.device}; {OPEN_LABEL}" if opened else results.device
+    figure.text(0.5, 0.01, told, ha="center", fontsize=9, color="#555555")
     return figure
 
 

@@ -69,9 +69,14 @@ def test_nothing_is_made_of_a_doubtful_time():
     doubted = dataclasses.replace(steady, load="a load")
     assert told(doubted, own)[:3] == ["≈1000", noise.NOISY, ""]
     assert told(doubted, own)[-1] == noise.NOISY
-    assert findings.crossovers(Results(**FACTS, rows=[steady, busy]), contest) == {}
+    assert findings.steady_ratio(busy, steady) is None and findings.steady_ratio(None, own) is None
     flash = dataclasses.replace(busy, load="")
-    assert findings.crossovers(Results(**FACTS, rows=[steady, flash]), contest) == {(64, 16): 2.0}
+    for peer, cell in ((busy, noise.NOISY), (flash, "2.0x")):
+        (table,) = findings.crossover(contest)(Results(**FACTS, rows=[steady, peer]))
+        assert table.rows == [["64", cell]]
+    assert findings.steady_ratio(flash, steady) == 2.0
+    other = dataclasses.replace(flash, machine="another")
+    assert findings.steady_ratio(other, steady) is None
     text = tables.measured([doubted]).text()
     assert "≈1000" in text and "≈ato_jax: a load" in text and "noisy" in text and "%" not in text
     longer = [dataclasses.replace(CASE, T=T) for T in (64, 128, 256)]
