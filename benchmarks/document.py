@@ -55,6 +55,9 @@ BLANK = f"# Results\n\n<!-- {FIGURES} -->\n<!-- /{FIGURES} -->\n"
 QUOTED = ("`exp2` with", "q scaled beforehand", "cache hints", "dk, dv and dq in kernels")
 # Headings of docs/examples.md whose tables tell of quality.
 QUALITY = ("A character language model", "Encoders", "Linear attention in a trained softmax model")
+# What two lines of a card's facts say, in the units that their values leave out.
+CLOCKS = "clocks of the processors and of the memory, power and temperature (°C) after each suite"
+MACHINES = "machines by number, with the rates of a copy and of large matrix products (TFLOP/s)"
 # Of docs/examples.md: training tokens a second by attention and length.
 SPEED = "Its training speed over longer texts"
 # Above all tables of docs/results.md: what they compare with.
@@ -91,13 +94,34 @@ SHOWN = {
     "roofline": "Operations per second over operations per byte, both axes logarithmic, under the "
     "rates of a copy and of a large matrix product",
 }
+# Below the README's first table.
+HEADLINE_NOTE = (
+    "The last column is above 1x where this library is faster. SDPA is PyTorch's exact softmax "
+    "attention, so beside linear attention it computes another function of the same inputs, at a "
+    "cost that grows with T squared. [docs/results.md](docs/results.md) has the other rows, also "
+    "those in which this library is slower."
+)
 # Of the README's table: bidirectional and causal, two cases in two phases each.
 README_ROWS = 8
 
 
 def files() -> list[Path]:
-    """The files of figures that are kept."""
-    return sorted(run.FOLDER.glob("*.json"))
+    """The files of figures that are kept: those that name the commit of their kernels before those
+    that do not, and then the newest first.
+    """
+
+    def age(path: Path) -> tuple[bool, str]:
+        found = results.read(path)
+        return bool(found.commit), found.about.get("date", "")
+
+    # Sorting keeps the order of what is equal, also backwards.
+    return sorted(sorted(run.FOLDER.glob("*.json")), key=age, reverse=True)
+
+
+def marked(table: Table) -> Table:
+    """The table, with what the mark means below it where a time has it."""
+    has_mark = any(cell.startswith(noise.MARK) for row in table.rows for cell in row)
+    return dataclasses.replace(table, notes=[*table.notes, *[noise.LEGEND] * has_mark])
 
 
 def quoted_techniques() -> Table:
@@ -163,8 +187,8 @@ def provenance(found: Results, name: str) -> str:
         "ato_jax": found.ato_jax,
         "JAX": found.jax,
         "PyTorch": found.torch,
-        **noted,
-        "clocks, power and temperature after each suite": "; ".join(clocks) or "not noted",
+        **{MACHINES if key == "machines" else key: value for key, value in noted.items()},
+        CLOCKS: "; ".join(clocks) or "not noted",
         "a copy of a large array, TB/s": f"{found.bandwidth / 1e12:.2f}",
         "a large matrix product, TFLOP/s": rates,
         "every row": f"[{name}.json](../benchmarks/results/{name}.json)",
@@ -216,7 +240,7 @@ def readme_text() -> str:
         found = results.read(path)
         for table in findings.standing(linear.CONTEST, "Linear attention")(found)[:1]:
             short = Table(f"On one {found.device}", table.head, table.rows[:README_ROWS], texts=2)
-            parts.append(short.markdown())
+            parts.append(marked(short).markdown())
     return "\n\n".join(parts)
 
 
@@ -266,19 +290,22 @@ def headline_text() -> str:
         found = results.read(path)
         head = ["", "phase", "ato_jax, ms", "beside", "ms", "peer / ato_jax"]
         if found.commit and (lines := headline_of(found)):
-            table = Table(f"In short, on one {found.device}", head, lines, texts=2)
-            parts.append(table.markdown())
+            title = f"In short, on one {found.device}"
+            parts.append(marked(Table(title, head, lines, [HEADLINE_NOTE], texts=2)).markdown())
     return "\n\n".join(parts)
 
 
 def host_text() -> str:
-    """What a call from PyTorch takes the host, in words."""
-    parts = []
+    """What a call from PyTorch takes the host, in words: a paragraph for each card whose times are
+    steady, and a sentence for all whose times are not, and for all that have none.
+    """
+    parts: list[str] = []
+    noisy: list[str] = []
+    missing: list[str] = []
+    softmax, linear_full, linear_causal = suites.HOST.cases["gpu"]
     for path in files():
         found = results.read(path)
-        softmax, linear_full, linear_causal = suites.HOST.cases["gpu"]
         rows = findings.Found(found)
-
         every = [
             rows.row(case, phase, name)
             for case, names in (
@@ -297,18 +324,10 @@ def host_text() -> str:
             return f"{forward} µs, {recorded} with a gradient recorded and {both} with its backward"
 
         if any(row is None or row.seconds is None for row in every):
-            parts.append(
-                f"What a call takes the host is not measured on the {found.device} yet: "
-                "`python -m benchmarks run --suite=host`."
-            )
+            missing.append(f"the {found.device}")
             continue
         if any(row is not None and row.doubt for row in every):
-            parts.append(
-                f"What a call takes the host was measured on the {found.device}, but not all of "
-                "its times were steady, so none is quoted here: "
-                "[docs/results.md](docs/results.md#what-a-call-from-pytorch-takes-the-host) has "
-                "each of them, the doubtful ones marked."
-            )
+            noisy.append(f"the {found.device}")
             continue
         own, peer = told(softmax, "ato_torch"), told(softmax, "SDPA default")
         each = [told(case, "ato_torch") for case in (linear_full, linear_causal)]
@@ -319,7 +338,39 @@ def host_text() -> str:
             f"run takes {peer}. `linear_attention`, which is several kernels and one launch, takes "
             f"{each[0]}; causal, {each[1]}."
         )
+    if noisy:
+        parts.append(
+            f"What a call takes the host was measured on {quoted.listed(noisy)}, but not all of "
+            "the times were steady, so none is quoted here: "
+            "[docs/results.md](docs/results.md#what-a-call-from-pytorch-takes-the-host) has "
+            "each of them, the doubtful ones marked."
+        )
+    if missing:
+        parts.append(
+            f"What a call takes the host is not measured on {quoted.listed(missing)} yet: "
+            "`python -m benchmarks run --suite=host`."
+        )
     return "\n\n".join(parts)
+
+
+def picture_text() -> str:
+    """The picture of the first card that has one, and what it shows."""
+    for path in files():
+        device, name = results.read(path).device, f"{path.stem}/{PICTURE}.png"
+        if (run.FOLDER / name).exists():
+            kinds = "B 8, H 8, D 64, bfloat16"
+            told = (
+                f"Time of one call over the number of tokens, logarithmic on both axes, on one "
+                f"{device}: linear attention against PyTorch's scaled_dot_product_attention, "
+                f"forward and forward + backward, {kinds}"
+            )
+            return (
+                f"![{told}](benchmarks/results/{name})\n\n"
+                f"Bidirectional attention, {kinds}, measured on one {device}. The dashed line is "
+                "the time that a copy of the same bytes takes, the lower bound of any "
+                "implementation."
+            )
+    return ""
 
 
 def speed_text() -> str:
@@ -335,19 +386,25 @@ def speed_text() -> str:
     return f"A language model trains {', '.join(told)}."
 
 
-def between(text: str, made: str, path: Path, name: str = FIGURES) -> str:
-    """The text with what is made between its marks."""
+def between(
+    text: str, made: str, path: Path, name: str = FIGURES, around: str = "\n\n"
+) -> str:
+    """The text with what is made between its marks, which stand within a paragraph where nothing is
+    around what is made.
+    """
     first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
     if text.count(first) != 1 or text.count(last) != 1:
         raise ResultsError(f"{path} must have {first} and {last} once each")
     before, rest = text.split(first)
     _, after = rest.split(last)
-    return f"{before}{first}\n\n{made}\n\n{last}{after}"
+    return f"{before}{first}{around}{made}{around}{last}{after}"
 
 
+# The picture at the top of the README.
+PICTURE = "bidirectional"
 # Between which marks the README has what.
-IN_README = ("headline", FIGURES, "host", "speed")
-README_TEXTS = (headline_text, readme_text, host_text, speed_text)
+IN_README = ("picture", "headline", FIGURES, "host", "speed")
+README_TEXTS = (picture_text, headline_text, readme_text, host_text, speed_text)
 
 
 def documents() -> dict[Path, str]:
@@ -360,12 +417,13 @@ def documents() -> dict[Path, str]:
         made[path] = path.read_text() if path.exists() else blank
         for name, text in texts.items():
             made[path] = between(made[path], text(), path, name)
-    card = run.FOLDER / f"{quoted.CARD}.json"
-    told = quoted.figures(results.read(card)) if card.exists() else {}
-    for path in quoted.SENTENCES if told else ():
-        made[path] = quoted.renewed(made.get(path) or path.read_text(), path, told)
-    if told and (left := quoted.lacking(told)):
-        logging.error("Not steady in %s, so sentences keep them: %s", card.name, ", ".join(left))
+    reports = [(path.stem, results.read(path)) for path in files()]
+    for page, names in quoted.PAGES.items():
+        path = ROOT / page
+        made[path] = made.get(path) or path.read_text()
+        for name in names:
+            sentences = quoted.SENTENCES[name](reports)
+            made[path] = between(made[path], sentences, path, name, around="")
     return made
 
 

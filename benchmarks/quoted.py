@@ -1,76 +1,142 @@
-"""Figures in sentences of the documents that are of files of figures: `report` writes them anew,
-and a test compares them.
+"""Sentences of the documents that are made of the files of figures: `report` writes them, and a
+test compares them.
 
-A sentence says of which card it is. A figure that is not steady in the card's file, or that the
-file lacks, is left as it stands, and `report` says so.
+A sentence stands between `<!-- NAME -->` and `<!-- /NAME -->` within a paragraph, and names the
+card and the date of its figures. No time that is not steady is in one. A card without a steady
+time for a sentence is left out of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping
-from pathlib import Path
+import itertools
+from collections.abc import Callable, Sequence
 
-from benchmarks import findings, machine, suites
-from benchmarks.findings import FORWARD, OURS, SDPA
-from benchmarks.results import Results, ResultsError
+from benchmarks import attention, demo, findings, run, sdpa, suites, training
+from benchmarks.findings import FORWARD, OURS, SDPA, Found
+from benchmarks.results import Results
 
-DOCS = machine.ROOT / "docs"
-# The card of all these sentences, by the name of its file.
-CARD = "nvidia_h200"
-# By page: sentences, or parts that stand in it once, with the names of `figures` in braces.
-SENTENCES: dict[Path, tuple[str, ...]] = {
-    machine.ROOT / "README.md": (
-        "linear attention has {T 512} times the speed at 512 tokens (B 4), {T 1024} times at 1,024 "
-        "(B 8), {T 2048} times at 2,048 (B 4).",
-    ),
-    **dict.fromkeys(
-        (DOCS / "faq.md", DOCS / "guides" / "choosing.md"),
-        (
-            "has {T 512} times softmax's speed at 512 tokens and {T 2048} times at 2,048 ([B 4,",
-            "and {T 1024} times at 1,024 ([B 8,",
-        ),
-    ),
-}
+# The files of figures by name, as the documents order them.
+Reports = Sequence[tuple[str, Results]]
+# Softmax attention is compared with the fastest peer from this length on.
+LONG = 8192
+# Of sentences for which no card has a steady time.
+NOT_STEADY = "No card has steady times of this comparison."
 
 
-def figures(found: Results) -> dict[str, str]:
-    """By name: SDPA's best time over linear attention's, of a bidirectional forward call."""
-    rows, told = findings.Found(found), {}
-    crossover = {case.T: case for case in suites.CROSSOVER.cases["gpu"] if case.D == 64}
-    beside = {1024: dataclasses.replace(suites.BIDIRECTIONAL.cases["gpu"][0], T=1024)}
+def of_card(found: Results) -> str:
+    """The card, and when it was measured."""
+    date = found.about.get("date", "")
+    return f"one {found.device}" + f" ({date})" * bool(date)
+
+
+def listed(parts: Sequence[str]) -> str:
+    """a, b and c"""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def crossings(found: Results) -> list[tuple[int, int, float]]:
+    """T, B, and the best SDPA backend's time over linear attention's in a bidirectional forward
+    call with heads of 64 columns, where both are steady.
+    """
+    rows, told = Found(found), []
+    cases = {case.T: case for case in suites.CROSSOVER.cases["gpu"] if case.D == 64}
+    cases[1024] = dataclasses.replace(suites.BIDIRECTIONAL.cases["gpu"][0], T=1024)
     for T in (512, 1024, 2048):
-        case = {**crossover, **beside}[T]
-        peer = findings.best(row for row in rows.of(case, FORWARD) if row.contender in SDPA)
-        ratio = findings.times(peer, rows.row(case, FORWARD, OURS))
-        if ratio.endswith("x"):
-            told[f"T {T}"] = ratio[:-1]
+        own = rows.row(cases[T], FORWARD, OURS)
+        peer = findings.best(row for row in rows.of(cases[T], FORWARD) if row.contender in SDPA)
+        if (ratio := findings.steady_ratio(peer, own)) is not None:
+            told.append((T, cases[T].B, ratio))
     return told
 
 
-def renewed(text: str, path: Path, told: Mapping[str, str]) -> str:
-    """A page's text with these figures in its sentences."""
-    for sentence in SENTENCES.get(path, ()):
-        parts = re.split(r"\{([^}]*)\}", sentence)
-        pattern = "".join(
-            r"([\d.,]+)" if index % 2 else re.escape(part) for index, part in enumerate(parts)
+def crossover(reports: Reports) -> str:
+    """From which length on linear attention is faster than softmax attention, card by card."""
+    cards = []
+    for _, found in reports:
+        points = crossings(found)
+        if not points:
+            continue
+        # The first ratio of the sentence says what it is a ratio of.
+        unit = "times" if cards else "times the speed"
+        ratios = []
+        for T, B, ratio in points:
+            ratios.append(f"{demo.ratio(ratio)} {unit} at {T:,} tokens (B {B})")
+            unit = "times"
+        told = listed(ratios) + "".join(
+            f", so it overtakes between {T:,} and {later:,} tokens"
+            for (T, _, before), (later, _, after) in itertools.pairwise(points)
+            if before < 1 <= after
         )
-        if len(re.findall(pattern, text)) != 1:
-            raise ResultsError(f"{path} must have once: {sentence}")
-
-        def filled(match: re.Match[str], parts: list[str] = parts) -> str:
-            # The names are every second part, and each has its group.
-            return "".join(
-                told.get(part, match[index // 2 + 1]) if index % 2 else part
-                for index, part in enumerate(parts)
-            )
-
-        text = re.sub(pattern, filled, text)
-    return text
+        cards.append(f"on {of_card(found)} {told}")
+    if not cards:
+        return NOT_STEADY
+    call = "one bidirectional forward call of linear attention (H 8, D 64, bfloat16)"
+    return f"Beside PyTorch's fastest softmax kernel, {call} has {'; '.join(cards)}."
 
 
-def lacking(told: Mapping[str, str]) -> list[str]:
-    """The names of figures that stand as they are."""
-    names = [re.findall(r"\{([^}]*)\}", one) for many in SENTENCES.values() for one in many]
-    return [name for name in dict.fromkeys(sum(names, [])) if name not in told]
+def slower(own: str, peer: str, groups: Sequence[tuple[str, Sequence[float]]]) -> list[str]:
+    """In how many rows of each group the library is slower, of the peer's time over its; nothing
+    without rows.
+    """
+    told = [
+        f"in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} rows{where} "
+        f"({min(ratios):.2f} to {max(ratios):.2f})"
+        for where, ratios in groups
+        if ratios
+    ]
+    return [f"{own} is slower than {peer} {listed(told)}"] if told else []
+
+
+def of_softmax(name: str, found: Results) -> list[str]:
+    """What a file's rows of softmax attention and of training steps come to, peer by peer."""
+    rows = Found(found)
+    peers = [
+        findings.steady_ratio(findings.best(rows.of(case, phase)), own)
+        for case, phase, own in findings.timed(rows, attention.CONTEST)
+        if case.T >= LONG
+    ]
+    steady = [ratio for ratio in peers if ratio is not None]
+    beside = sdpa.ratios(found)
+    widths = listed([f"{width}" for width in sorted({case.D for case, *_ in beside})])
+    short = [ratio for case, _, ratio in beside if case.T < sdpa.LONG]
+    long = [ratio for case, _, ratio in beside if case.T >= sdpa.LONG]
+    steps = training.ratios(run.FOLDER / training.NAME / f"{name}.json")
+    return [
+        *slower(
+            f"`ato_torch.attention` with heads of {widths} columns",
+            "`scaled_dot_product_attention`",
+            [
+                (f" below {sdpa.LONG:,} tokens", short),
+                (f" from {sdpa.LONG:,} tokens on", long),
+            ],
+        ),
+        *slower("a training step of a model", "PyTorch's own", [("", steps)]),
+        *slower(
+            "`ato_jax.attention`", "its fastest peer", [(f" from {LONG:,} tokens on", steady)]
+        ),
+    ]
+
+
+def softmax(reports: Reports) -> str:
+    """What softmax attention costs beside its peers, of files that name the kernels' commit."""
+    sentences = [
+        f"On {of_card(found)} {'; '.join(parts)}."
+        for name, found in reports
+        if found.commit and (parts := of_softmax(name, found))
+    ]
+    legend = "In brackets stands the peer's time over this library's, the least to the most."
+    return " ".join([*sentences, legend]) if sentences else NOT_STEADY
+
+
+# By page, from the repository's root: which sentences it has.
+PAGES: dict[str, tuple[str, ...]] = {
+    "README.md": ("crossover", "softmax"),
+    "docs/faq.md": ("crossover",),
+    "docs/guides/choosing.md": ("crossover",),
+    "docs/guides/pytorch.md": ("softmax",),
+}
+SENTENCES: dict[str, Callable[[Reports], str]] = {
+    "crossover": crossover,
+    "softmax": softmax,
+}

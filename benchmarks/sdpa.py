@@ -55,6 +55,18 @@ def ratio(ours: Row | None, theirs: Row | None) -> float | None:
     return None if ours.doubt or theirs.doubt else theirs.seconds / ours.seconds
 
 
+def ratios(results: Results) -> list[tuple[Case, str, float]]:
+    """The case, the phase and the ratio, where both times are steady."""
+    found = Found(results)
+    told = []
+    for case in cases_of(results, CONTEST):
+        for phase in PHASES:
+            one = ratio(*(found.row(case, phase, name) for name in (OURS, THEIRS)))
+            if one is not None:
+                told.append((case, phase, one))
+    return told
+
+
 def findings(contest: Contest) -> Callable[[Results], list[Table]]:
     """A line of each case, and how many ratios are 1 or more."""
 

@@ -131,7 +131,7 @@ def test_figures_of_a_copy_without_its_history_find_their_commit(tmp_path, monke
     part = Results(**NOTED | {"commit": digests[1]}, rows=[row_of("one", 1.0)])
     results.write(new / "a_card.json", results.json_text(part))
     rows = [{"case": "a step", "plan": {"arguments": 2}, "timeline": [["dot", 3_000_000]]}]
-    told = {"device": "a card", "commit": digests[2], "about": {"date": "today"}, "rows": rows}
+    told = {"device": "a card", "commit": digests[2], "about": {"date": "2026-11-28"}, "rows": rows}
     results.write(new / "memory" / "a_card.json", json.dumps(told))
     found = document.keep(new)
     assert found == [kept_there / "a_card.json", kept_there / "memory" / "a_card.json"]
@@ -139,7 +139,7 @@ def test_figures_of_a_copy_without_its_history_find_their_commit(tmp_path, monke
     assert json.loads(found[1].read_text())["commit"] == commits[2]
     (table,) = memory.tables(found[1])
     assert table.rows == [["a step", "0.000", "3.000", "-"]]
-    assert table.notes == [f"Measured with today, commit {commits[2]}, JAX not noted."]
+    assert table.notes == [f"Measured on 2026-11-28 with commit {commits[2]}, JAX not noted."]
     # A file of another kind is refused before any is written.
     results.write(new / "latency" / "a_card.json", "{}")
     with pytest.raises(ResultsError, match="holds no rows of these benchmarks' latency"):
@@ -178,7 +178,7 @@ def test_a_second_machine_of_one_kind_measures_whole_cases(tmp_path, capsys):
     assert told.ratio(other, "forward", "two", "one") == "2.0x"
     assert findings.times(new[1], rows[2]) == noise.TWO_MACHINES
     said = "m1 (a copy 0.00 TB/s, float32 1); m2 (a copy 0.00 TB/s, float32 1)"
-    assert f"| machines | {said} |" in document.provenance(found, "a_card")
+    assert f"| {document.MACHINES} | {said} |" in document.provenance(found, "a_card")
     line = results.csv_text(found).splitlines()
     assert ",m1," in line[1] and ",m2," in line[-1]
     # On the first machine again, the rows of the second are of another one.
@@ -461,10 +461,11 @@ def test_a_file_of_an_earlier_form_is_read(tmp_path):
 
 
 def test_the_report_names_card_commit_and_clocks(monkeypatch):
-    about = {"date": "today", "clocks after linear": "1980 MHz", "driver": "1"}
+    about = {"date": "today", "clocks after linear": "1980 MHz", "driver": "1", "machines": "m 2"}
     told = document.provenance(Results(**NOTED, about=about), "a_card")
     for line in ("| card | a card |", "| commit | abc |", "| linear: 1980 MHz |", "| driver | 1 |"):
-        assert line in told.replace("clocks, power and temperature after each suite ", "")
+        assert line in told.replace(f"{document.CLOCKS} ", "")
+    assert f"| {document.MACHINES} | m 2 |" in told and "(°C)" in told and "(TFLOP/s)" in told
     assert "| commit | not noted |" in document.provenance(Results(**NOTED | {"commit": ""}), "a")
 
 
@@ -479,6 +480,11 @@ def test_cards_stand_side_by_side_where_both_were_measured(tmp_path):
     assert table.head == ["case", "phase", "card B, ms", "card A, ms"]
     assert table.rows == [[str(case), "forward", f"{noise.MARK}1000", "1000 (0% of a copy)"]]
     assert cards.table(cards.of_reports(found[:1]), "Cards") == []
+    # The note says of which run each card's times are.
+    found[0].about["date"] = "today"
+    found[1].commit = ""
+    note = cards.tables(found)[0].notes[0]
+    assert note.endswith("card A: today, commit abc; card B: not dated, commit not noted.")
     row = {"row": "a call, by time", "phase": "forward", "work": 1, "wrong": ""}
     for name, batches in (("A", [1.0, 1.0, 1.0, 1.0]), ("B", [1.0, 1.0, 2.0, 2.0])):
         timed = row | {"seconds": {"one": batches[0]}, "batches": {"one": batches}}
@@ -493,6 +499,7 @@ def test_cards_stand_side_by_side_where_both_were_measured(tmp_path):
 
 def test_other_files_of_a_card_stand_in_the_documents(tmp_path, monkeypatch):
     told = {"device": "a card", "commit": "abc", "jax": "2", "about": {"driver": "1"}}
+    assert kept.told_of(told | {"about": {}}) == ""
     loop = {"case": "a loop", "first": 1.0, "tokens": [0.002] * 8, "load": "", "doubt": ""}
     call = {"op": "attention", "phase": "forward", "traits": {}, "sizes": {}, "wrong": {}}
     call |= {"refused": {}, "choice": "xla"}

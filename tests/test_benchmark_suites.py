@@ -22,6 +22,7 @@ from benchmarks import (
     exponents,
     findings,
     kept,
+    noise,
     ours,
     peers,
     profiling,
@@ -38,7 +39,7 @@ from benchmarks import (
     timing,
     variants,
 )
-from benchmarks.cases import PHASES, Case
+from benchmarks.cases import HOST_PHASES, PHASES, Case
 from benchmarks.results import Results, ResultsError, Row
 from benchmarks.tables import Table
 from tests.figures import FACTS, parsed_flags  # noqa: F401
@@ -497,7 +498,11 @@ def test_what_is_between_the_marks_is_replaced(tmp_path):
 
 def test_the_report_writes_what_it_compares(tmp_path, monkeypatch):
     readme, told = tmp_path / "README.md", tmp_path / "docs" / "results.md"
-    readme.write_text("\n".join(MARKS.format(name) for name in document.IN_README))
+    for page, names in quoted.PAGES.items():
+        blank = "\n".join(MARKS.format(name) for name in names)
+        results.write(tmp_path / page, blank)
+    blocks = "\n".join(MARKS.format(name) for name in document.IN_README)
+    readme.write_text(f"{blocks}\n{readme.read_text()}")
     for module, name, value in (
         (document, "ROOT", tmp_path),
         (document, "README", readme),
@@ -516,8 +521,13 @@ def test_the_report_writes_what_it_compares(tmp_path, monkeypatch):
     assert "### The ladder" in text and "50x" in text and "#### Encoders" in text
     assert readme.read_text().count("\n| linear B8 H8 T65536") == document.README_ROWS // 2
     assert "`[1, 4, 128, 64]` takes" in readme.read_text()
-    told.write_text(text.replace("50x", "51x"))
-    assert document.differing() == [told]
+    guide = tmp_path / "docs" / "guides" / "pytorch.md"
+    assert "<!-- softmax -->No card has steady times" in guide.read_text()
+    for path, old, new in ((told, "50x", "51x"), (guide, "No card", "A card")):
+        text = path.read_text()
+        path.write_text(text.replace(old, new))
+        assert document.differing() == [path]
+        path.write_text(text)
 
 
 # What says how fast or how large something was found to be.
@@ -529,7 +539,7 @@ MEASURED = re.compile(
 def test_all_results_in_the_readme_are_made_of_files():
     """No figure with a unit of a result stands outside of the marks."""
     text = document.README.read_text()
-    for name in document.IN_README:
+    for name in (*document.IN_README, *quoted.PAGES["README.md"]):
         before, rest = text.split(f"<!-- {name} -->")
         text = before + rest.split(f"<!-- /{name} -->")[1]
     assert [found[0] for found in MEASURED.finditer(text)] == []
@@ -551,6 +561,45 @@ def test_what_was_not_measured_is_said_in_words(tmp_path, monkeypatch):
     results.write(path, results.json_text(full))
     said = document.host_text()
     assert said.startswith("What a call takes the host is not measured on the a card yet")
+    # Cards without a sentence of their own share one.
+    for name in ("b card", "c card"):
+        other = dataclasses.replace(full_results("gpu"), device=name)
+        case = str(suites.HOST.cases["gpu"][-1])
+        [host] = [row for row in other.rows if row.key == (case, HOST_PHASES[0], "ato_torch")]
+        host.load = "another program"
+        results.write(tmp_path / f"{name}.json", results.json_text(other))
+    noisy, missing = document.host_text().split("\n\n")
+    assert noisy.startswith("What a call takes the host was measured on the b card and the c card,")
+    assert "µs" not in noisy and missing == said
+
+
+def test_the_newest_figures_of_kernels_that_are_known_come_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    assert document.picture_text() == ""
+    for name, date, commit in (
+        ("a", "2026-11-01", "abc"),
+        ("b", "2026-11-28", ""),
+        ("c", "2026-11-27", "abc"),
+        ("d", "2026-11-27", "abc"),
+    ):
+        found = dataclasses.replace(
+            full_results("gpu"), device=f"card {name}", commit=commit, about={"date": date}
+        )
+        results.write(tmp_path / f"{name}.json", results.json_text(found))
+    assert "".join(path.stem for path in document.files()) == "cdab"
+    assert re.findall(r"### In short, on one card (.)\n", document.headline_text()) == [*"cda"]
+    # The picture is that of the first card that has one.
+    for name in ("b", "a"):
+        results.write(tmp_path / name / "bidirectional.png", "")
+    made = document.picture_text()
+    assert "(benchmarks/results/a/bidirectional.png)" in made and "measured on one card a." in made
+
+
+def test_a_table_says_what_its_marks_mean():
+    table = Table("title", ["", "ms"], [["a", "1.0"]], ["a note"])
+    assert document.marked(table) == table
+    table.rows.append(["b", f"{noise.MARK}2.0"])
+    assert list(document.marked(table).notes) == ["a note", noise.LEGEND]
 
 
 def test_the_headline_is_of_figures_that_name_their_commit(tmp_path, monkeypatch):
@@ -585,27 +634,6 @@ def test_the_headline_is_of_figures_that_name_their_commit(tmp_path, monkeypatch
     last = document.headline_of(full)[-1]
     assert last[0] == f"the worst option: {steps[1].name}, {steps[1].size}"
     assert last[2:-1] == ["9000", "its base case", "500.0"] and last[-1] == "0.1x"
-
-
-def test_figures_in_sentences_are_made_of_files():
-    card = run.FOLDER / f"{quoted.CARD}.json"
-    if not card.exists():
-        pytest.skip("there are no figures of this card")
-    told = quoted.figures(results.read(card))
-    assert quoted.lacking(told) == []
-    # The sentences around them say where linear attention overtakes.
-    assert float(told["T 512"]) < 1 < float(told["T 1024"]) < float(told["T 2048"])
-    for path in quoted.SENTENCES:
-        text = path.read_text()
-        assert quoted.renewed(text, path, told) == text
-        other = quoted.renewed(text, path, told | {"T 512": "0.4"})
-        assert other != text and "0.4 times" in other
-        # What is not known stays, and a sentence that is gone is named.
-        assert quoted.renewed(other, path, {}) == other
-        with pytest.raises(ResultsError, match="must have once"):
-            quoted.renewed(text.replace("at 512 tokens", "at few tokens"), path, told)
-    del told["T 1024"]
-    assert quoted.lacking(told) == ["T 1024"]
 
 
 def test_what_is_quoted_is_there():
@@ -652,6 +680,55 @@ def test_pictures_are_drawn_of_every_row(tmp_path):
     drawn = plots.draw(found, tmp_path / "pictures")
     assert [one.stem for one in drawn] == list(plots.PICTURES)
     assert all(one.read_bytes().startswith(b"\x89PNG") for one in drawn)
+
+
+def test_pictures_mark_what_is_not_steady():
+    """An open marker over a line's point, and a cell without a ratio."""
+    from benchmarks import plots
+
+    def labels(figure):
+        return [text.get_text() for text in figure.legends[0].get_texts()]
+
+    def cells(figure):
+        return [text.get_text() for text in figure.axes[0].texts]
+
+    def points(found):
+        return sum(len(one.get_offsets()) for one in plots.roofline(found).axes[0].collections)
+
+    found = full_results("gpu")
+    steady = plots.PICTURES["bidirectional"](found)
+    assert plots.OPEN_LABEL not in labels(steady)
+    assert noise.NOISY not in cells(plots.crossover(found))
+    every = points(found)
+    # No backend that was asked for by name is among them.
+    kept_rows = [
+        row
+        for contest, _ in plots._contests().values()
+        for case in findings.cases_of(found, contest)
+        for row in findings.Found(found).of(case, "forward")
+        if row.contender == "ato_jax" or not side_by_side.is_ours(row.contender)
+    ]
+    assert every == len(kept_rows)
+    for case in (suites.BIDIRECTIONAL.cases["gpu"][0], suites.CROSSOVER.cases["gpu"][0]):
+        for row in found.rows:
+            if row.key == (str(case), "forward", "ato_jax"):
+                row.load = "another program"
+    figure = plots.PICTURES["bidirectional"](found)
+    assert labels(figure) == [*labels(steady), plots.OPEN_LABEL]
+    [opened] = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"]
+    assert list(opened.get_xdata()) == [suites.BIDIRECTIONAL.cases["gpu"][0].T]
+    assert cells(plots.crossover(found)).count(noise.NOISY) == 1
+    first = suites.BIDIRECTIONAL.cases["gpu"][0]
+    assert first in findings.cases_of(found, plots.linear.CONTEST)
+    assert points(found) == every - 1
+    footer = plots.accuracy(found).texts[-1]
+    assert plots.OPEN_LABEL not in footer.get_text()
+    first = findings.cases_of(found, plots.linear.CONTEST)[0]
+    found.rows = [
+        dataclasses.replace(row, load="a load" if row.case == str(first) else row.load)
+        for row in found.rows
+    ]
+    assert plots.OPEN_LABEL in plots.accuracy(found).texts[-1].get_text()
 
 
 def test_a_document_leaves_out_what_was_not_measured() -> None:
