@@ -62,7 +62,9 @@ def noted(paths: Sequence[Path]) -> str:
 
 
 def dated(facts: Iterable[tuple[str, str, str]]) -> str:
-    """By card the dates and the commits of its figures, of each file's card, date and commit."""
+    """The dates and commits of figures, card by card. `facts` has a file's card, date and commit
+    each.
+    """
     told: dict[str, dict[str, None]] = {}
     for card, date, commit in facts:
         of_card = told.setdefault(card, {})

@@ -55,7 +55,7 @@ BLANK = f"# Results\n\n<!-- {FIGURES} -->\n<!-- /{FIGURES} -->\n"
 QUOTED = ("`exp2` with", "q scaled beforehand", "cache hints", "dk, dv and dq in kernels")
 # Headings of docs/examples.md whose tables tell of quality.
 QUALITY = ("A character language model", "Encoders", "Linear attention in a trained softmax model")
-# What two lines of a card's facts say, in the units that their values leave out.
+# Names of two lines of a card's facts, with the units that their values leave out.
 CLOCKS = "clocks of the processors and of the memory, power and temperature (°C) after each suite"
 MACHINES = "machines by number, with the rates of a copy and of large matrix products (TFLOP/s)"
 # Of docs/examples.md: training tokens a second by attention and length.
@@ -94,7 +94,9 @@ SHOWN = {
     "roofline": "Operations per second over operations per byte, both axes logarithmic, under the "
     "rates of a copy and of a large matrix product",
 }
-# Below the README's first table.
+# The picture at the top of the README.
+PICTURE = "bidirectional"
+# The note below the README's first table.
 HEADLINE_NOTE = (
     "The last column is above 1x where this library is faster. SDPA is PyTorch's exact softmax "
     "attention, so beside linear attention it computes another function of the same inputs, at a "
@@ -106,16 +108,22 @@ README_ROWS = 8
 
 
 def files() -> list[Path]:
-    """The files of figures that are kept: those that name the commit of their kernels before those
-    that do not, and then the newest first.
+    """The files of figures that are kept, in the order of `reports`."""
+    return [path for path, _ in reports()]
+
+
+def reports() -> list[tuple[Path, Results]]:
+    """The files of figures that are kept, each with what it holds: those that name the commit of
+    their kernels before those that do not, and then the newest first.
     """
 
-    def age(path: Path) -> tuple[bool, str]:
-        found = results.read(path)
+    def age(report: tuple[Path, Results]) -> tuple[bool, str]:
+        _, found = report
         return bool(found.commit), found.about.get("date", "")
 
+    read = [(path, results.read(path)) for path in sorted(run.FOLDER.glob("*.json"))]
     # Sorting keeps the order of what is equal, also backwards.
-    return sorted(sorted(run.FOLDER.glob("*.json")), key=age, reverse=True)
+    return sorted(read, key=age, reverse=True)
 
 
 def marked(table: Table) -> Table:
@@ -226,9 +234,9 @@ def section(found: Results, name: str) -> str:
 
 
 def results_text() -> str:
-    reports = {path.stem: results.read(path) for path in files()}
-    parts = [section(found, name) for name, found in reports.items()]
-    parts += [table.markdown(level=2) for table in cards.tables([*reports.values()])]
+    every = reports()
+    parts = [section(found, path.stem) for path, found in every]
+    parts += [table.markdown(level=2) for table in cards.tables([found for _, found in every])]
     quality = ["## Quality: linear against softmax on real tasks, from docs/examples.md"]
     return "\n\n".join([ORIGINAL, *parts, *quality, *quoted_quality()])
 
@@ -236,8 +244,7 @@ def results_text() -> str:
 def readme_text() -> str:
     """The most telling rows of each device."""
     parts = []
-    for path in files():
-        found = results.read(path)
+    for _, found in reports():
         for table in findings.standing(linear.CONTEST, "Linear attention")(found)[:1]:
             short = Table(f"On one {found.device}", table.head, table.rows[:README_ROWS], texts=2)
             parts.append(marked(short).markdown())
@@ -286,8 +293,7 @@ def headline_text() -> str:
     is not known of which kernels its figures are.
     """
     parts = []
-    for path in files():
-        found = results.read(path)
+    for _, found in reports():
         head = ["", "phase", "ato_jax, ms", "beside", "ms", "peer / ato_jax"]
         if found.commit and (lines := headline_of(found)):
             title = f"In short, on one {found.device}"
@@ -296,15 +302,14 @@ def headline_text() -> str:
 
 
 def host_text() -> str:
-    """What a call from PyTorch takes the host, in words: a paragraph for each card whose times are
-    steady, and a sentence for all whose times are not, and for all that have none.
+    """The host's time of a call from PyTorch, in words. Each card with steady times has a
+    paragraph; the cards whose times are not steady share one, and so do those that have none.
     """
     parts: list[str] = []
     noisy: list[str] = []
     missing: list[str] = []
     softmax, linear_full, linear_causal = suites.HOST.cases["gpu"]
-    for path in files():
-        found = results.read(path)
+    for _, found in reports():
         rows = findings.Found(found)
         every = [
             rows.row(case, phase, name)
@@ -355,8 +360,8 @@ def host_text() -> str:
 
 def picture_text() -> str:
     """The picture of the first card that has one, and what it shows."""
-    for path in files():
-        device, name = results.read(path).device, f"{path.stem}/{PICTURE}.png"
+    for path, found in reports():
+        device, name = found.device, f"{path.stem}/{PICTURE}.png"
         if (run.FOLDER / name).exists():
             kinds = "B 8, H 8, D 64, bfloat16"
             told = (
@@ -389,8 +394,8 @@ def speed_text() -> str:
 def between(
     text: str, made: str, path: Path, name: str = FIGURES, around: str = "\n\n"
 ) -> str:
-    """The text with what is made between its marks, which stand within a paragraph where nothing is
-    around what is made.
+    """The text with `made` between its marks, and `around` on either side of it: nothing for marks
+    that stand within a paragraph.
     """
     first, last = f"<!-- {name} -->", f"<!-- /{name} -->"
     if text.count(first) != 1 or text.count(last) != 1:
@@ -400,8 +405,6 @@ def between(
     return f"{before}{first}{around}{made}{around}{last}{after}"
 
 
-# The picture at the top of the README.
-PICTURE = "bidirectional"
 # Between which marks the README has what.
 IN_README = ("picture", "headline", FIGURES, "host", "speed")
 README_TEXTS = (picture_text, headline_text, readme_text, host_text, speed_text)
@@ -417,12 +420,12 @@ def documents() -> dict[Path, str]:
         made[path] = path.read_text() if path.exists() else blank
         for name, text in texts.items():
             made[path] = between(made[path], text(), path, name)
-    reports = [(path.stem, results.read(path)) for path in files()]
+    named = [(path.stem, found) for path, found in reports()]
     for page, names in quoted.PAGES.items():
         path = ROOT / page
         made[path] = made.get(path) or path.read_text()
         for name in names:
-            sentences = quoted.SENTENCES[name](reports)
+            sentences = quoted.SENTENCES[name](named)
             made[path] = between(made[path], sentences, path, name, around="")
     return made
 

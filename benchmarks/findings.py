@@ -71,7 +71,9 @@ def steady_ratio(over: Row | None, under: Row | None) -> float | None:
 
 
 def times(over: Row | None, under: Row | None) -> str:
-    """The same in words, or why there is no ratio."""
+    """`steady_ratio` as a cell of a table, such as 2.0x; where there is no ratio, a mark for the
+    reason.
+    """
     if over is None or under is None or not over.seconds or not under.seconds:
         return "-"
     if over.machine != under.machine:
@@ -171,8 +173,7 @@ def bidirectional(contest: Contest) -> Callable[[Results], list[Table]]:
         for phase in contest.phases:
             lines = []
             for case in cases_of(results, contest):
-                fastest = best(row for row in found.of(case, phase) if row.contender in SDPA)
-                own = found.row(case, phase, OURS)
+                fastest, own = beside_sdpa(found, case, phase)
                 default = found.row(case, phase, SDPA[0])
                 lines.append(
                     [
@@ -389,11 +390,16 @@ def crossovers(results: Results, contest: Contest) -> dict[tuple[int, int], tupl
     """By T and D: the rows of the best of SDPA and of linear attention, where both have a time."""
     found, grid = Found(results), {}
     for case in cases_of(results, contest):
-        own = found.row(case, FORWARD, OURS)
-        peer = best(row for row in found.of(case, FORWARD) if row.contender in SDPA)
+        peer, own = beside_sdpa(found, case, FORWARD)
         if own is not None and own.seconds and peer is not None:
             grid[case.T, case.D] = peer, own
     return grid
+
+
+def beside_sdpa(found: Found, case: Case, phase: str) -> tuple[Row | None, Row | None]:
+    """The rows of SDPA's fastest backend and of linear attention, as far as there are."""
+    peer = best(row for row in found.of(case, phase) if row.contender in SDPA)
+    return peer, found.row(case, phase, OURS)
 
 
 def sweep(contests: Sequence[Contest]) -> Callable[[Results], list[Table]]:

@@ -35,7 +35,7 @@ from benchmarks.results import Results, Row
 # Lengths of one line, and what they are of.
 Lines = Mapping[str, Mapping[int, float]]
 STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}
-# Of points whose time is not steady (`noise`).
+# How points are drawn whose time is not steady (`noise`).
 OPEN: dict[str, Any] = {"linestyle": "none", "markerfacecolor": "white"}
 OPEN_LABEL = "open marker: a time that is not steady"
 # Beyond the demo's: a line each.
@@ -67,7 +67,7 @@ def _by_length(results: Results, contest: Any, phase: str) -> dict[str, dict[int
 
 
 def _open_marker() -> Any:
-    """What the legend shows for it."""
+    """The legend's sample of an open marker."""
     return plt.Line2D([], [], color="#666666", marker="o", **OPEN)
 
 

@@ -13,14 +13,14 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from benchmarks import attention, demo, findings, run, sdpa, suites, training
-from benchmarks.findings import FORWARD, OURS, SDPA, Found
+from benchmarks.findings import FORWARD, Found
 from benchmarks.results import Results
 
 # The files of figures by name, as the documents order them.
 Reports = Sequence[tuple[str, Results]]
 # Softmax attention is compared with the fastest peer from this length on.
 LONG = 8192
-# Of sentences for which no card has a steady time.
+# Stands in place of a sentence for which no card has a steady time.
 NOT_STEADY = "No card has steady times of this comparison."
 
 
@@ -43,9 +43,8 @@ def crossings(found: Results) -> list[tuple[int, int, float]]:
     cases = {case.T: case for case in suites.CROSSOVER.cases["gpu"] if case.D == 64}
     cases[1024] = dataclasses.replace(suites.BIDIRECTIONAL.cases["gpu"][0], T=1024)
     for T in (512, 1024, 2048):
-        own = rows.row(cases[T], FORWARD, OURS)
-        peer = findings.best(row for row in rows.of(cases[T], FORWARD) if row.contender in SDPA)
-        if (ratio := findings.steady_ratio(peer, own)) is not None:
+        ratio = findings.steady_ratio(*findings.beside_sdpa(rows, cases[T], FORWARD))
+        if ratio is not None:
             told.append((T, cases[T].B, ratio))
     return told
 
@@ -89,7 +88,9 @@ def slower(own: str, peer: str, groups: Sequence[tuple[str, Sequence[float]]]) -
 
 
 def of_softmax(name: str, found: Results) -> list[str]:
-    """What a file's rows of softmax attention and of training steps come to, peer by peer."""
+    """In how many rows of a file softmax attention or a training step is slower than its peers: a
+    part of a sentence for each kind of peer.
+    """
     rows = Found(found)
     peers = [
         findings.steady_ratio(findings.best(rows.of(case, phase)), own)
@@ -98,10 +99,10 @@ def of_softmax(name: str, found: Results) -> list[str]:
     ]
     steady = [ratio for ratio in peers if ratio is not None]
     beside = sdpa.ratios(found)
-    widths = listed([f"{width}" for width in sorted({case.D for case, *_ in beside})])
-    short = [ratio for case, _, ratio in beside if case.T < sdpa.LONG]
-    long = [ratio for case, _, ratio in beside if case.T >= sdpa.LONG]
-    steps = training.ratios(run.FOLDER / training.NAME / f"{name}.json")
+    widths = listed([f"{width}" for width in sorted({case.D for case, _ in beside})])
+    short = [ratio for (case, _), ratio in beside.items() if case.T < sdpa.LONG]
+    long = [ratio for (case, _), ratio in beside.items() if case.T >= sdpa.LONG]
+    steps = training.ratios_of(run.FOLDER / training.NAME / f"{name}.json")
     return [
         *slower(
             f"`ato_torch.attention` with heads of {widths} columns",

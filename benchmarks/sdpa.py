@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from benchmarks import attention_torch, noise
 from benchmarks.cases import PHASES, Case
-from benchmarks.findings import Found, cases_of
-from benchmarks.results import Results, Row
+from benchmarks.findings import Found, cases_of, steady_ratio
+from benchmarks.results import Results
 from benchmarks.side_by_side import Contest
 from benchmarks.tables import Table
 
@@ -48,23 +48,15 @@ CONTEST = Contest(
 )
 
 
-def ratio(ours: Row | None, theirs: Row | None) -> float | None:
-    """SDPA's time over ours, where both are steady."""
-    if ours is None or theirs is None or not ours.seconds or not theirs.seconds:
-        return None
-    return None if ours.doubt or theirs.doubt else theirs.seconds / ours.seconds
-
-
-def ratios(results: Results) -> list[tuple[Case, str, float]]:
-    """The case, the phase and the ratio, where both times are steady."""
+def ratios(results: Results, contest: Contest = CONTEST) -> dict[tuple[Case, str], float]:
+    """SDPA's time over ours by case and phase, where both are steady."""
     found = Found(results)
-    told = []
-    for case in cases_of(results, CONTEST):
-        for phase in PHASES:
-            one = ratio(*(found.row(case, phase, name) for name in (OURS, THEIRS)))
-            if one is not None:
-                told.append((case, phase, one))
-    return told
+    told = {
+        (case, phase): steady_ratio(*(found.row(case, phase, name) for name in (THEIRS, OURS)))
+        for case in cases_of(results, contest)
+        for phase in PHASES
+    }
+    return {key: one for key, one in told.items() if one is not None}
 
 
 def findings(contest: Contest) -> Callable[[Results], list[Table]]:
@@ -72,29 +64,27 @@ def findings(contest: Contest) -> Callable[[Results], list[Table]]:
 
     def tables(results: Results) -> list[Table]:
         found = Found(results)
-        lines, ratios = [], []
+        steady, lines = ratios(results, contest), []
         for case in sorted(cases_of(results, contest), key=lambda case: (case.T, case.D)):
             cells = []
             for phase in PHASES:
                 ours, theirs = (found.row(case, phase, name) for name in (OURS, THEIRS))
-                one = ratio(ours, theirs)
-                if one is not None:
-                    ratios.append((case.T, one, f"{case}, {phase}"))
                 told = noise.NOISY if ours and ours.seconds and theirs else "-"
+                one = steady.get((case, phase))
                 cells.append(told if one is None else f"{one:.3f}")
             picked = found.row(case, PHASES[0], THEIRS)
             lines.append([str(case), picked.picked if picked else "", *cells])
         notes = []
         for what, chosen in (
-            (f"T >= {LONG}", [one for one in ratios if one[0] >= LONG]),
-            (f"T < {LONG}", [one for one in ratios if one[0] < LONG]),
+            (f"T >= {LONG}", [key for key in steady if key[0].T >= LONG]),
+            (f"T < {LONG}", [key for key in steady if key[0].T < LONG]),
         ):
             if chosen:
-                _, least, where = min(chosen, key=lambda one: one[1])
-                above = sum(one >= 1 for _, one, _ in chosen)
+                case, phase = least = min(chosen, key=steady.__getitem__)
+                above = sum(steady[key] >= 1 for key in chosen)
                 notes.append(
                     f"{what}: {above} of {len(chosen)} ratios are at least 1.0; the least is "
-                    f"{least:.3f} ({where})."
+                    f"{steady[least]:.3f} ({case}, {phase})."
                 )
         head = ["case", "SDPA's choice", *PHASES]
         title = "SDPA's time over that of ato_torch.attention"

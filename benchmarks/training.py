@@ -295,11 +295,11 @@ def table(rows: Iterable[Step], *more: str) -> Table:
     head += [f"the host's time, {name}, ms" for name in both]
     head += [f"beyond the weights, {name}, GB" for name in both]
     head += ["error of the loss", "error of the gradient"]
-    ratios = [row.ratio for row in rows if row.ratio is not None]
-    if ratios:
-        slower = sum(one < 1 for one in ratios)
-        least = f"the least ratio is {min(ratios):.3f}"
-        notes.append(f"{slower} of {len(ratios)} steps are slower than {THEIRS}'s; {least}.")
+    steady = ratios(rows)
+    if steady:
+        slower = sum(one < 1 for one in steady)
+        least = f"the least ratio is {min(steady):.3f}"
+        notes.append(f"{slower} of {len(steady)} steps are slower than {THEIRS}'s; {least}.")
     return Table("A training step by PyTorch over that by ato_torch", head, lines, notes)
 
 
@@ -309,12 +309,14 @@ def tables(path: Path) -> list[Table]:
     return [table(rows, kept.told_of(facts))] if rows else []
 
 
-def ratios(path: Path) -> list[float]:
-    """Those of the steady steps of a file that `write` wrote; none where there is no file."""
-    if not path.exists():
-        return []
-    _, rows = kept.rows_of(path, NAME, Step.of_file)
+def ratios(rows: Iterable[Step]) -> list[float]:
+    """Those of the steady steps."""
     return [row.ratio for row in rows if row.ratio is not None]
+
+
+def ratios_of(path: Path) -> list[float]:
+    """Those of a file that `write` wrote; none where there is no file."""
+    return ratios(kept.rows_of(path, NAME, Step.of_file)[1]) if path.exists() else []
 
 
 def write(rows: Iterable[Step], facts: dict[str, Any]) -> None:

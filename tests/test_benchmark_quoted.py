@@ -51,7 +51,8 @@ def test_a_doubtful_row_is_in_no_sentence():
         "2,048 tokens (B 4), so it overtakes between 512 and 1,024 tokens"
     )
     assert quoted.crossover([old]) == f"{WHAT}{said.format(0.8, ' the speed')}."
-    # Of the new card 512 is left out, and so is where it overtakes.
+    # The new card has no ratio at 512 tokens, so its part does not say between which lengths linear
+    # attention overtakes.
     new = card("A", crossing_rows(ratios | {2048: 1.7}, loads=[512]))
     told = quoted.crossover([new, old])
     assert told == (
@@ -98,7 +99,7 @@ def test_where_softmax_attention_is_slower_is_said(tmp_path, monkeypatch):
 
 
 def test_the_pages_have_the_sentences_of_the_files():
-    reports = [(path.stem, results.read(path)) for path in document.files()]
+    reports = [(path.stem, found) for path, found in document.reports()]
     for page, names in quoted.PAGES.items():
         path = document.ROOT / page
         text = path.read_text()

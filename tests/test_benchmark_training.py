@@ -120,13 +120,13 @@ def test_ratios_are_pytorchs_time_over_ours():
 
 def test_sentences_have_the_steady_steps_alone(tmp_path):
     path = tmp_path / "a_card.json"
-    assert training.ratios(path) == []
+    assert training.ratios_of(path) == []
     steady = {"case": "a", "seconds": {"ato_torch": 1.0, "PyTorch": 1.5}, "host": {}}
     steady |= {"memory": {}, "errors": {}}
     busy = steady | {"case": "b", "load": "another program"}
     told = {"device": "a card", "rows": [steady, busy, {"case": "c", "skipped": "no memory"}]}
     path.write_text(json.dumps(told))
-    assert training.ratios(path) == [1.5]
+    assert training.ratios_of(path) == [1.5]
 
 
 def step_of_skip():
@@ -160,6 +160,7 @@ def test_what_is_said_of_ratios_to_sdpa():
     assert said.startswith("T >= 1024: 22 of 24 ratios are at least 1.0; the least is 0.900 (soft")
     assert [row[2] for row in table.rows].count("-") == 48 - 12
     # Sentences are made of the same ratios, of steady times alone.
-    assert sum(one < 1 for *_, one in sdpa.ratios(Results(**facts, rows=rows))) == 2
+    steady = sdpa.ratios(Results(**facts, rows=rows))
+    assert sum(one < 1 for one in steady.values()) == 2
     rows[0] = dataclasses.replace(rows[0], load="another program")
     assert len(sdpa.ratios(Results(**facts, rows=rows))) == 23
