@@ -2,7 +2,8 @@
 
 `forward.py` and `gradient.py` have the kernels and their mathematics, `backward.py` what XLA does
 around the latter, `softmax.py` the softmax of rows, `visibility.py` which keys a query sees,
-`schedule.py` the order of the work, `frame.py` sizes and tiles. The kernels are built on the kit in
+`schedule.py` the order of the work, `rounds.py` which items a block of a persistent backward launch
+takes, `frame.py` sizes and tiles. The kernels are built on the kit in
 `ato_jax/mosaic/`.
 """
 

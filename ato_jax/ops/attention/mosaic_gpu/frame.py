@@ -62,7 +62,8 @@ class Config:
       dkv_consumers, dkv_queries, dkv_stages: of the kernel for dk and dv: its warpgroups that
         multiply, the queries of a step, and their slots.
       dq_consumers, dq_keys, dq_stages: of the kernel for dq, likewise.
-      dkv_hold, dkv_turns, dq_hold, dq_turns: `hold` and `turns` of these kernels.
+      dkv_hold, dkv_turns, dkv_persistent, dq_hold, dq_turns, dq_persistent: `hold`, `turns` and
+        `persistent` of these kernels.
       steps_of_sums: after how many steps sums are added to others, which wait in out's place,
         rounded to its dtype; 0 for never. The tensor cores' sums of 8 bits have 14 bits or so.
     """
@@ -86,6 +87,8 @@ class Config:
     dkv_turns: bool = False
     dq_hold: bool = True
     dq_turns: bool = False
+    dkv_persistent: bool = False
+    dq_persistent: bool = False
     steps_of_sums: int = 0
 
     @property

@@ -21,7 +21,7 @@ in registers, the first factors of their products.
 Warpgroups, and the barriers between them:
 
     MEMORY (n)    loads x and y of a tile, and blocks of x' and y', the last one first
-      |  x_loaded, y_loaded   a tile's x, y
+      |  x_loaded, y_loaded   a tile's x, y; persistent: the rings own_xs, own_ys
       |  xs, ys: a block of x' (with norm), of y' (with delta) loaded
       |                       consumed once the products that read it are done
       |  pairs                bias and mask of a step loaded, and consumed once in registers
@@ -54,6 +54,12 @@ query's weights up, and divides by that sum; `backward.py` brings it to dk and d
 
 Where lse has a cotangent, ds is multiplied in two parts of 16 bits, by one product more: see
 `may_have_alike_gradients`.
+
+Where the launch is persistent, a block takes several items, a tile of own rows each (`rounds.py`).
+Then x and y lie in rings, own_xs and own_ys, of one slot or two, and every ring counts its steps
+across items. MEMORY loads the next item's x and y, and its first blocks of x' and y', while the
+consumers finish the present item. They let go of the slots that hold dx and dy at the beginning of
+the next item, once the copy engine has read the results; and of a y without dy behind the products.
 
 In float16 p carries 2^15, by norm, and dp - delta carries `gain` of the batch entry and group, a
 power of two that keeps it within 1; the sums lose both at the end.
@@ -94,12 +100,14 @@ from ato_jax.ops.attention.mosaic_gpu.gradient_pairs import (
 )
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import (
     ROWS,
+    Held,
     Pass,
     Storage,
     Walk,
     roles_of,
     storage_of,
 )
+from ato_jax.ops.attention.mosaic_gpu.schedule import Item
 from ato_jax.ops.attention.mosaic_gpu.softmax import COLUMNS, by_columns
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY
 from ato_jax.ops.attention.spec import AttentionSpec, may_have_alike_gradients
@@ -143,20 +151,31 @@ def run(of: Pass, planes: pairs.Planes, arrays: dict[str, jax.Array]) -> list[ja
 
 
 def memory(walk: Walk) -> None:
-    """Loads x and y of a tile, and the blocks of x' and y'."""
-    own, of, item = walk.own, walk.of, walk.item()
-    (own_x, own_y), (other_x, other_y) = of.own, of.other
+    """Loads x and y of each item, and its blocks of x' and y'."""
+    own, (x, y) = walk.own, (walk.held_x, walk.held_y)
+    items, steps = walk.each_item(functools.partial(load_item, walk))
+    for ring in (x.ring, None if y is None else y.ring):
+        if ring is not None:
+            ring.drain(items)
+    own.xs.drain(steps())
+    own.ys.drain(steps())
+    if own.pairs is not None:
+        own.pairs.drain(steps())
 
-    def load_own(side: Side, ref: Any, tiles: Any, barrier: Any) -> None:
-        for number in range(of.consumers):
-            first = item.first_row + number * ROWS
-            side.load(ref, item.batch, item.head, first, ROWS, tiles.at[number], barrier)
+
+def load_item(walk: Walk, item: Item) -> None:
+    own, of = walk.own, walk.of
+    other_x, other_y = of.other
+    of_own = [held for held in (walk.held_x, walk.held_y) if held is not None]
+    # Loads that wait for the predecessor's results come behind those of the first block, which the
+    # ring takes earlier. Two blocks ahead would be a deadlock where that ring has one slot.
+    late = [held for held in of_own if not held.ahead]
 
     def load_member(member: Any, _: None) -> None:
         lax.fori_loop(0, item.steps, functools.partial(load_block, member), None)
 
     def load_block(member: Any, step: Any, _: None) -> None:
-        now, head = member * item.steps + step, walk.other_head(item, member)
+        now, head = walk.step(item, member, step), walk.other_head(item, member)
         first = item.block(step) * of.others
         rows = pl.ds(first, of.others)
         slot, barrier = own.xs.slot(now), own.xs.produced
@@ -180,39 +199,71 @@ def memory(walk: Walk) -> None:
             source = walk.minus_delta.at[item.batch, head, rows]  # [C]
             plgpu.copy_gmem_to_smem(source, own.minus_delta.at[slot], barrier.at[slot])
         load_planes(walk, item, (head if of.of_keys else item.head), now, first)
+        if late:
+            pl.when(now == item.before)(lambda: load_own(late))
 
-    load_own(own_x, walk.x, own.x, own.x_loaded.barrier)  # [n, R, D]
-    if own.y_loaded is not None:
-        load_own(own_y, walk.y, own.y, own.y_loaded.barrier)  # [n, R, V]
+    def load_own(of_own: list[Held]) -> None:
+        for held in of_own:
+            held.load(item)
+
+    load_own([held for held in of_own if held.ahead])
     lax.fori_loop(0, of.members, load_member, None)
-    own.xs.drain(of.members * item.steps)
-    own.ys.drain(of.members * item.steps)
-    if own.pairs is not None:
-        own.pairs.drain(of.members * item.steps)
 
 
 def consume(walk: Walk) -> None:
-    """Makes R rows of dx and dy."""
-    of, item, number = walk.of, walk.item(), mosaic.group()
+    """Makes R rows of dx and dy of each item."""
+    turns = walk.turns if walk.of.persistent else None
+    if turns is not None:
+        turns.open(mosaic.group())
+    items, _ = walk.each_item(functools.partial(make_rows, walk))
+    if turns is not None:
+        turns.close(mosaic.group())
+    if walk.of.persistent:
+        let_go_of_results(walk, items - 1)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def make_rows(walk: Walk, item: Item) -> None:
+    of, number, (x, y) = walk.of, mosaic.group(), (walk.held_x, walk.held_y)
     first_row = item.first_row + number * ROWS
-    mine = Own(item, number, first_row, gain=walk.gain_of(item))
+    mine = Own(
+        item,
+        number,
+        first_row,
+        x.place(item, number),
+        number if y is None else y.place(item, number),
+        gain=walk.gain_of(item),
+    )
     if not of.of_keys:
         mine = with_queries(walk, mine)
-    walk.own.x_loaded.wait()
-    if walk.own.y_loaded is not None:
-        walk.own.y_loaded.wait()
+    if of.persistent:
+        # Behind the loads above: the copies of the last item's results run beside them.
+        pl.when(item.turn > 0)(lambda: let_go_of_results(walk, item.turn - 1))
+    x.wait(item)
+    if y is not None:
+        y.wait(item)
     sums = Sums(
         _zeros(of.other[0]) if of.with_x else (),
         _zeros(of.other[1]) if of.with_y else (),
         (),
     )
-    if walk.turns is not None:
-        walk.turns.open(number)
+    own_turns = None if of.persistent else walk.turns
+    if own_turns is not None:
+        own_turns.open(number)
     sums = lax.fori_loop(0, of.members, functools.partial(walk_once, walk, mine), sums)
-    if walk.turns is not None:
-        walk.turns.close(number)
+    if own_turns is not None:
+        own_turns.close(number)
+    if of.persistent and y is not None and not of.with_y:
+        y.let_go(item.turn)
     finish(walk, mine, sums)
-    plgpu.wait_smem_to_gmem(0)
+
+
+def let_go_of_results(walk: Walk, turn: Any) -> None:
+    """Lets go of the slots that hold an item's results, once the copy engine has read them."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    walk.held_x.let_go(turn)
+    if walk.of.with_y and walk.held_y is not None:
+        walk.held_y.let_go(turn)
 
 
 def _zeros(side: Side) -> tuple[jax.Array, ...]:
@@ -236,7 +287,7 @@ def walk_once(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
     rings = walk.own.xs, walk.own.ys, walk.own.pairs
 
     def step(is_cut: bool, number: Any, sums: Sums) -> Sums:
-        now = member * item.steps + number
+        now = walk.step(item, member, number)
         slots = (None if ring is None else ring.slot(now) for ring in rings)
         return one_step(walk, mine, is_cut, At(item.block(number), *slots), sums)
 
@@ -297,8 +348,10 @@ def pairs_of(
     of = walk.of
     # Kept in registers, the descriptors of x and y at D = 256 made the kernels spill 300 to 800
     # bytes.
-    number = mosaic.plus_zero(mine.number, mine.first_row + at.block)
-    x = of.own[0].parts_of(walk.own.x.at[number])
+    x_place = y_place = mosaic.plus_zero(mine.x_place, mine.first_row + at.block)
+    if of.own_x_slots != of.own_y_slots:
+        y_place = mosaic.plus_zero(mine.y_place, mine.first_row + at.block)
+    x = of.own[0].parts_of(walk.own.x.at[x_place])
     issued = functools.partial(pass_turn_on, walk, mine)
     start, of_s = mosaic.zeros(ROWS, of.others), frame.products(x, xs)
     if not of.with_x:
@@ -313,7 +366,7 @@ def pairs_of(
             mosaic.compute_first(p)
         return signs(walk, mine, at, p), slope
 
-    y = of.own[1].parts_of(walk.own.y.at[number])
+    y = of.own[1].parts_of(walk.own.y.at[y_place])
     minus_delta = per_query(walk, mine.minus_delta, walk.own.minus_delta, at.y_slot)
     await_turn(walk, mine)
     (p, slope), (dp,) = mosaic.multiply_under(
@@ -396,26 +449,25 @@ def finish_rows(walk: Walk, mine: Own, member: Any, sums: Sums) -> Sums:
 def finish(walk: Walk, mine: Own, sums: Sums) -> None:
     """Stores dx and dy, in the places of x and y."""
     of, own, item = walk.of, walk.own, mine.item
-    place_of_dy = own.x if own.y is None else own.y
+    tile_of_dx = own.x.at[mine.x_place]
+    tile_of_dy = tile_of_dx if own.y is None else own.y.at[mine.y_place]
     here = walk.limits(item.batch).q_length
     here = None if here is None else here - mine.first_row
     gain, of_y = mine.gain, unit_of_ds(of.spec)
     of_x: Any = of.spec.scale * of_y if gain is None else of.spec.scale * of_y / gain
     plgpu.commit_smem()  # the products that read x and y, ahead of what takes their places
-    for side, tiles, totals, factor in (
-        (of.own[0], own.x, sums.dx, of_x),
-        (of.own[1], place_of_dy, sums.dy, of_y),
+    for side, tile, totals, factor in (
+        (of.own[0], tile_of_dx, sums.dx, of_x),
+        (of.own[1], tile_of_dy, sums.dy, of_y),
     ):
         if not totals:
             continue
-        tile = tiles.at[mine.number]
         for part, total in frame.alike(side.parts_of(tile), list(totals)):
             part[...] = mosaic.kept(total * factor, here).astype(side.dtype)
     plgpu.commit_smem()
-    for side, tiles, ref, totals in (
-        (of.own[0], own.x, walk.dx, sums.dx),
-        (of.own[1], place_of_dy, walk.dy, sums.dy),
+    for side, tile, ref, totals in (
+        (of.own[0], tile_of_dx, walk.dx, sums.dx),
+        (of.own[1], tile_of_dy, walk.dy, sums.dy),
     ):
         if totals:
-            tile = tiles.at[mine.number]
             side.store(tile, ref, item.batch, item.head, mine.first_row, ROWS)

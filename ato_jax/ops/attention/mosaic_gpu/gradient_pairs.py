@@ -30,11 +30,13 @@ def shift(spec: AttentionSpec) -> int:
 class Own(NamedTuple):
     """A consumer's part of an item: `norm`, `minus_delta` and dropout's `hashes` of its rows, if
     these are queries, and float16's `gain`; of `bias` and `mask` what is the same for all of a
-    row's pairs."""
+    row's pairs; and which tiles its x and y are."""
 
     item: Item
     number: Any
     first_row: Any
+    x_place: Any = None
+    y_place: Any = None
     norm: Any = None
     minus_delta: Any = None
     gain: Any = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
-from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs, rounds, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config, Side
 from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item, in_groups
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
@@ -38,6 +39,8 @@ class Pass:
       others: rows of a step.
       x_stages, y_stages: slots of them.
       hold, turns: as in `frame.Config`, of this kernel.
+      most_blocks: the blocks of a persistent launch; None where a block takes one item.
+      own_x_slots, own_y_slots: slots of own rows, see `with_slots_ahead`.
     """
 
     spec: AttentionSpec
@@ -50,6 +53,9 @@ class Pass:
     y_stages: int
     hold: bool
     turns: bool
+    most_blocks: int | None = None
+    own_x_slots: int = 1
+    own_y_slots: int = 1
 
     @property
     def tile(self) -> int:
@@ -108,8 +114,17 @@ class Pass:
         return int(pl.cdiv(self.own[0].length, self.tile))
 
     @property
-    def blocks(self) -> int:
+    def items(self) -> int:
         return self.spec.B * self.heads * self.tiles
+
+    @property
+    def persistent(self) -> bool:
+        """Whether blocks take several items each."""
+        return self.blocks < self.items
+
+    @property
+    def blocks(self) -> int:
+        return self.items if self.most_blocks is None else min(self.most_blocks, self.items)
 
     @property
     def group(self) -> int:
@@ -152,7 +167,22 @@ class Pass:
             consumers = found.consumers - 1
             turns = found.turns and consumers > 1
             found = dataclasses.replace(found, consumers=consumers, turns=turns)
-        return found
+        return found.with_slots_ahead()
+
+    def with_slots_ahead(self) -> Pass:
+        """Where a block takes several items: with a second slot of x, and of y, if shared memory
+        has room for it beside two of each bias and mask. An item's rows are then loaded while the
+        block works on its predecessor. With one slot the load waits until the copy engine has read
+        the predecessor's results from there, or, for y where no dy takes its place, until the
+        predecessor's products are done."""
+        if not self.persistent:
+            return self
+        planes = pairs.most_bytes(self.spec, self.block, self.of_keys)
+        for y_slots in (2, 1) if self.with_x else (1,):
+            found = dataclasses.replace(self, own_x_slots=2, own_y_slots=y_slots)
+            if found.shared_bytes + 2 * planes <= frame.MOST_BYTES:
+                return found
+        return self
 
     @property
     def block(self) -> pairs.Block:
@@ -169,7 +199,8 @@ class Pass:
         """The shared memory of all buffers but bias and mask, each rounded up to 1 KiB, and of the
         barriers."""
         spec, size = self.spec, jnp.dtype(self.spec.dtype).itemsize
-        elements = [self.tile * width for width in (spec.D, spec.V)[: 1 + self.keeps_y]]
+        of_x, of_y = self.own_x_slots * spec.D, self.own_y_slots * spec.V
+        elements = [self.tile * width for width in (of_x, of_y)[: 1 + self.keeps_y]]
         elements += [self.others * self.x_stages * spec.D, self.others * self.y_stages * spec.V]
         vectors = self.of_keys + spec.segments + (self.of_keys and spec.dropout_rate > 0)
         of_rows = [self.others * self.x_stages] * vectors
@@ -199,6 +230,7 @@ def _pass(
     spec: AttentionSpec, config: Config, of_keys: bool, consumers: int, others: int, stages: int
 ) -> Pass:
     """The pass that makes all gradients of its side, before `fitted`."""
+    persistent = config.dkv_persistent if of_keys else config.dq_persistent
     return Pass(
         spec,
         of_keys=of_keys,
@@ -210,6 +242,7 @@ def _pass(
         y_stages=stages,
         hold=config.dkv_hold if of_keys else config.dq_hold,
         turns=config.dkv_turns if of_keys else config.dq_turns,
+        most_blocks=config.multiprocessors if persistent else None,
     )
 
 
@@ -219,8 +252,8 @@ def passes(spec: AttentionSpec, config: Config) -> list[Pass]:
 
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
-    x: Array  # [n, R, D], dx behind it
-    y: Array  # [n, R, V], dy behind it; None where dy takes the place of x
+    x: Array  # [own x slots n, R, D], dx behind it
+    y: Array  # [own y slots n, R, V], dy behind it; None where dy takes the place of x
     other_x: Array  # [x stages, C, D]
     other_y: Array  # [y stages, C, V]
     norm: Array  # [x stages, C] float32, with other_x, where the others are queries
@@ -229,8 +262,10 @@ class Storage(mosaic.Storage):
     hashes: Array  # [x stages, C] int32, for dropout, with norm
     bias: Array  # [1 or 2, n, R, C] or [1 or 2, C]
     mask: Array  # as bias
-    x_loaded: Signal
-    y_loaded: Signal | None
+    x_loaded: Signal | None  # where a block takes one item
+    y_loaded: Signal | None  # likewise, if y is read
+    own_xs: Ring | None  # where it takes several
+    own_ys: Ring | None  # likewise, if y is read
     xs: Ring
     ys: Ring
     pairs: Ring | None  # of bias and mask
@@ -239,10 +274,11 @@ class Storage(mosaic.Storage):
 
 def storage_of(of: Pass, planes: pairs.Planes) -> Storage:
     (own_x, own_y), (other_x, other_y) = of.own, of.other
-    x = Buffer(own_x.tiles(of.consumers, ROWS), copies=of.consumers * own_x.parts)
+    n = of.consumers
+    x = Buffer(own_x.tiles(of.own_x_slots * n, ROWS), copies=n * own_x.parts)
     y = None
     if of.keeps_y:
-        y = Buffer(own_y.tiles(of.consumers, ROWS), copies=of.consumers * own_y.parts)
+        y = Buffer(own_y.tiles(of.own_y_slots * n, ROWS), copies=n * own_y.parts)
     xs = Buffer(other_x.tiles(of.x_stages, of.others), copies=other_x.parts)
     ys = Buffer(other_y.tiles(of.y_stages, of.others), copies=other_y.parts)
     norm = minus_delta = ids = hashes = None
@@ -256,6 +292,13 @@ def storage_of(of: Pass, planes: pairs.Planes) -> Storage:
     slots = planes.slots(of.block, frame.MOST_BYTES - of.shared_bytes)
     bias, mask = (None if plane is None else plane.buffer(of.block, slots) for plane in planes)
     readers = (consumers_of(of.consumers),)
+    x_loaded = y_loaded = own_xs = own_ys = None
+    if of.persistent:
+        own_xs = Ring.of(of.own_x_slots, (x,), readers)
+        own_ys = Ring.of(of.own_y_slots, (y,), readers) if of.with_x else None
+    else:
+        x_loaded = Signal((x,))
+        y_loaded = Signal((y,)) if y is not None and of.with_x else None
     return Storage(
         x=x,
         y=y,
@@ -267,8 +310,10 @@ def storage_of(of: Pass, planes: pairs.Planes) -> Storage:
         hashes=hashes,
         bias=bias,
         mask=mask,
-        x_loaded=Signal((x,)),
-        y_loaded=Signal((y,)) if y is not None and of.with_x else None,
+        x_loaded=x_loaded,
+        y_loaded=y_loaded,
+        own_xs=own_xs,
+        own_ys=own_ys,
         xs=Ring.of(of.x_stages, (xs, norm, ids, hashes), readers),
         ys=Ring.of(of.y_stages, (ys, minus_delta), readers),
         pairs=Ring.of(slots, (bias, mask), readers) if planes.in_ring else None,
@@ -278,6 +323,53 @@ def storage_of(of: Pass, planes: pairs.Planes) -> Storage:
 
 def roles_of(of: Pass) -> tuple[Role, Role]:
     return consumers_of(of.consumers), MEMORY
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """x or y of an item in shared memory, loaded from `ref`. Where a block takes several items, the
+    slots are a `ring`, else there is one slot, and `loaded` is its signal."""
+
+    side: Side
+    ref: Any
+    tiles: Any
+    consumers: int
+    loaded: Signal | None
+    ring: Ring | None
+
+    @property
+    def ahead(self) -> bool:
+        """Whether an item's rows are loaded without waiting for its predecessor."""
+        return self.ring is None or self.ring.slots > 1
+
+    def place(self, item: Item, number: Any) -> Any:
+        """Which of `tiles` a consumer's rows are."""
+        if self.ring is None or self.ring.slots == 1:
+            return number
+        return self.ring.slot(item.turn) * self.consumers + number
+
+    def load(self, item: Item) -> None:
+        if self.ring is not None:
+            self.ring.acquire(item.turn)
+            barrier = self.ring.produced.at[self.ring.slot(item.turn)]
+        else:
+            assert self.loaded is not None
+            barrier = self.loaded.barrier
+        for number in range(self.consumers):
+            first = item.first_row + number * ROWS
+            tile = self.tiles.at[self.place(item, number)]  # [R, D or V]
+            self.side.load(self.ref, item.batch, item.head, first, ROWS, tile, barrier)
+
+    def wait(self, item: Item) -> None:
+        if self.ring is not None:
+            self.ring.produced.wait(self.ring.slot(item.turn))
+        else:
+            assert self.loaded is not None
+            self.loaded.wait()
+
+    def let_go(self, turn: Any) -> None:
+        assert self.ring is not None
+        self.ring.consumed.arrive(self.ring.slot(turn))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,13 +419,46 @@ class Walk:
         allowed = segments.ranges_of(ROWS, self.shared, batch, first_row, rows)
         return visibility.intersection(found, allowed, blocks)
 
-    def item(self) -> Item:
-        """What this block works on. Its steps are those of one head of the others."""
-        batch, head, first_row = self.of.place(lax.axis_index("block"))
-        nothing = jnp.int32(0)
-        return Item(
-            nothing, batch, head, first_row, self.seen(batch, first_row, self.of.tile), nothing
-        )
+    @property
+    def held_x(self) -> Held:
+        own, of = self.own, self.of
+        return Held(of.own[0], self.x, own.x, of.consumers, own.x_loaded, own.own_xs)
+
+    @property
+    def held_y(self) -> Held | None:
+        """None where y is not read."""
+        own, of = self.own, self.of
+        if own.y_loaded is None and own.own_ys is None:
+            return None
+        return Held(of.own[1], self.y, own.y, of.consumers, own.y_loaded, own.own_ys)
+
+    def item(self, number: Any, turn: Any, before: Any) -> Item:
+        """Its steps are those of one head of the others; `before` counts those of all."""
+        batch, head, first_row = self.of.place(number)
+        seen = self.seen(batch, first_row, self.of.tile)
+        return Item(turn, batch, head, first_row, seen, before)
+
+    def each_item(self, do: Callable[[Item], None]) -> tuple[Any, Callable[[], Any]]:
+        """Runs `do` for each item of this block; returns how many items these were, and a function
+        that returns how many steps."""
+        of, block, nothing = self.of, lax.axis_index("block"), jnp.int32(0)
+
+        def one(turn: Any, number: Any, before: Any) -> Any:
+            item = self.item(number, turn, before)
+            do(item)
+            return before + of.members * item.steps
+
+        if of.persistent:
+            items, steps = rounds.each(of.items, of.blocks, block, one, nothing)
+            return items, lambda: steps
+        item = self.item(block, nothing, nothing)
+        do(item)
+        return 1, lambda: of.members * item.steps
+
+    def step(self, item: Item, member: Any, number: Any) -> Any:
+        """A step's number among all of the block."""
+        now = member * item.steps + number
+        return item.before + now if self.of.persistent else now
 
     def other_head(self, item: Item, member: Any) -> Any:
         share = self.of.spec.H // self.of.spec.G
