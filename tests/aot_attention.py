@@ -7,12 +7,16 @@ As `tests.aot_mosaic` does for linear attention, which says how.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import json
 import sys
 from typing import Any
 
 from tests.aot_mosaic import (
+    SCHEDULE,
     Compiled,
+    _launches,
     command,
     compiled_kernels,
     compiled_on_hopper,
@@ -53,6 +57,13 @@ def compile_gradients(call: Call) -> list[Compiled]:
 
 def compile_all(call: Call) -> list[Compiled]:
     return compiled_kernels(printed_by("tests.aot_attention", call))
+
+
+def launches_of(call: Call) -> collections.Counter[str]:
+    """All that a call launches: kernels of Mosaic GPU as "custom-call", and XLA's own."""
+    printed = printed_by("tests.aot_attention", call).splitlines()
+    schedules = [line for line in printed if line.startswith(SCHEDULE)]
+    return collections.Counter(json.loads(schedules[-1].removeprefix(SCHEDULE)))
 
 
 def main(call: Call) -> None:
@@ -99,7 +110,8 @@ def main(call: Call) -> None:
     if call.dtype == "float8_e4m3fn":
         arrays["scales"] = tuple(array(letters, "float32") for letters in ("BH", "BG", "BG"))
     function = with_gradients if call.gradients else forward
-    compiled_on_hopper(function, sharding, (q, k, k, arrays))
+    text = compiled_on_hopper(function, sharding, (q, k, k, arrays)).as_text()
+    print(SCHEDULE + json.dumps(_launches(text)))
 
 
 def run(*arguments: str) -> None:

@@ -367,6 +367,15 @@ def test_calls_compile(call: aot_attention.Call, of_dq: int, of_keys: int) -> No
         assert not one.serialized and one.spill_stores <= spills, found
 
 
+@requires_plugin
+def test_launches() -> None:
+    """Beside the three kernels: delta, the rows of lse with the heads ahead, and each padded to
+    whole tiles."""
+    call = aot_attention.Call(1024, 64, B=16, gradients=True)
+    found = aot_attention.launches_of(call)
+    assert found["custom-call"] == 3 and found.total() <= 7, found
+
+
 @newest
 @pytest.mark.parametrize("V", [64, 128])
 def test_what_rounding_took_from_out_is_kept(V: int) -> None:

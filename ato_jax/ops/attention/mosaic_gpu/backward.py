@@ -142,6 +142,8 @@ def of_queries(
 ) -> tuple[jax.Array, jax.Array]:
     """lse, plus infinity for a query that sees nothing, and delta, [B, H, T] float32."""
     out, lse, rest = residuals.outputs
+    # Ahead of the transposition: behind it XLA makes a launch of its own for the comparison.
+    lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)
     exact = out.astype(F32)
     if rest is not None:
         exact *= 1 + rest.astype(F32) * REST_UNITS[spec.dtype]
@@ -154,7 +156,7 @@ def of_queries(
     if lengths is not None:
         exists = lax.broadcasted_iota(jnp.int32, lse.shape, 2) < lengths[:, None, None]
         lse, delta = jnp.where(exists, lse, jnp.inf), jnp.where(exists, delta, 0)
-    return jnp.where(lse > -jnp.inf, lse, jnp.inf), delta
+    return lse, delta
 
 
 def padded(spec: AttentionSpec, config: Config, rows: jax.Array, value: float) -> jax.Array:
