@@ -27,6 +27,8 @@ from tests.interpreted import newest, no_races  # noqa: F401
 H200 = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 0])
 # As few keys a step as there can be: several blocks, whole and cut ones, of few keys.
 SMALL = {"consumers": 2, "keys": 64}
+# Blocks that take several tiles, whose queries are loaded while the tile before is stored.
+AHEAD = SMALL | {"persistent": True, "own_outputs": True, "multiprocessors": 3}
 
 
 def draw(
@@ -225,6 +227,8 @@ def test_large_scores_that_are_alike() -> None:
         dict(under=False, turns=False, stages=3),
         dict(persistent=True, multiprocessors=3),
         dict(persistent=True, multiprocessors=2, stages=1),
+        AHEAD,
+        AHEAD | dict(multiprocessors=2, stages=1, consumers=1),
     ],
 )
 def test_ways_of_working(config: Any) -> None:
@@ -233,12 +237,35 @@ def test_ways_of_working(config: Any) -> None:
 
 
 @newest
-def test_another_backward_reads_its_outputs() -> None:
-    arrays = draw(T=72, S=100, D=64, H=2)
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        (dict(T=203, S=141, D=128, H=2), {}),
+        (dict(T=136, D=64, V=128, H=4, G=2), dict(causal=True, window=(70, 0), layout="bhtd")),
+        (
+            dict(T=136, S=200, B=4, H=2, G=2),
+            dict(kv_lengths=[150, 128, 9, 200], sinks=jnp.array([0.3, -1.0])),
+        ),
+        (dict(T=200, B=2, H=2), dict(segment_ids=jnp.arange(200)[None].repeat(2, 0) // 40)),
+    ],
+)
+def test_queries_that_are_loaded_ahead(sizes: Any, options: Any) -> None:
+    """Tiles of different numbers of steps follow one another within a block."""
+    options = {
+        name: jnp.asarray(value) if isinstance(value, list) else value
+        for name, value in options.items()
+    }
+    forward(draw(**sizes, layout=options.get("layout", "bthd")), AHEAD, **options)
+
+
+@newest
+@pytest.mark.parametrize("config", [SMALL, AHEAD])
+def test_another_backward_reads_its_outputs(config: Any) -> None:
+    arrays = draw(T=200, S=100, D=64, H=4)
     wanted = numerics.oracle("attention", *arrays, causal=True, return_lse=True)
     with ato_jax.interpret():
         found = numerics.run_backends(
-            "mosaic_gpu", "triton", wanted, device=H200, forward_config=SMALL
+            "mosaic_gpu", "triton", wanted, device=H200, forward_config=config
         )
     numerics.compare(found, wanted)
 

@@ -25,7 +25,9 @@ import pytest
 
 import ato_jax
 from ato_jax import device
+from ato_jax.ops.attention import mosaic_gpu as attention_mosaic
 from ato_jax.ops.attention import xla as attention_xla
+from ato_jax.ops.attention.spec import REST_UNITS
 from ato_jax.ops.linear_attention import mosaic_gpu as linear_attention_mosaic
 from ato_jax.ops.linear_attention import xla as linear_attention_xla
 from tests import numerics, sanitize
@@ -266,6 +268,39 @@ def test_attention_gradients_by_mosaic_gpu(
     )
     assert all(jnp.array_equal(found[name], again[name]) for name in found)
     numerics.compare(found, wanted)
+
+
+@of_mosaic_attention
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("T", "D", "V", "layout"),
+    [(1024, 128, 128, "bthd"), (1003, 64, 128, "bhtd"), (777, 64, 64, "bthd")],
+)
+def test_rounding_of_mosaic_gpu(
+    dtype: str, ahead: bool, T: int, D: int, V: int, layout: str
+) -> None:
+    """Where all scores are 0 the sums are exact, so what rounding took from out is known, of blocks
+    that take one tile of queries each, and of blocks that take many."""
+    needs_hopper()
+    qkv = arrays(dtype, B=2, T=T, H=6, G=3, D=D, V=V, layout=layout)
+    values = jnp.round(8 * qkv[2])
+    wanted = numerics.oracle("attention", 0 * qkv[0], qkv[1], values, causal=True, layout=layout)
+    spec = dataclasses.replace(wanted.request.spec, keep_rest=True)
+    config = attention_mosaic.default_config(spec, device.of_call(()))
+    if ahead:
+        config = dataclasses.replace(config, persistent=True, own_outputs=True, multiprocessors=31)
+    run = jax.jit(functools.partial(attention_mosaic.forward, spec, config))
+    outputs = run(wanted.request.inputs)
+    axis = 1 if layout == "bthd" else 2
+    seen = jnp.arange(1, T + 1).reshape([T if n == axis else 1 for n in range(4)])
+    exact = jnp.cumsum(jnp.repeat(values.astype(jnp.float32), 2, 3 - axis), axis) / seen
+    out, unit = outputs.out.astype(jnp.float32), REST_UNITS[dtype]
+    both = out * (1 + outputs.rest.astype(jnp.float32) * unit)
+    # Of numbers below the smallest normal one rounding may take more than fits.
+    share = jnp.where(jnp.abs(exact) < 1e-4, jnp.inf, jnp.abs(exact))
+    assert float(jnp.max(jnp.abs(both - exact) / share)) < 1.01 * unit
+    assert float(jnp.max(jnp.abs(out - exact) / share)) > 100 * unit
 
 
 @of_mosaic_attention

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax.numpy as jnp
+from jax import lax
 
 from ato_jax import device
 from ato_jax.backend import Backend
@@ -28,7 +28,6 @@ from ato_jax.ops.attention.spec import (
     AttentionSpec,
     Inputs,
     Outputs,
-    rest_in_units,
     sums_by_query,
 )
 
@@ -127,14 +126,9 @@ def beats_later_backends(
 
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
-    out, lse, *rest = kernel.forward(spec, config, inputs)
-    rows = 1 if spec.layout == "bthd" else 2
-    if lse.shape[rows] != spec.T:
-        lse = lse[:, : spec.T] if rows == 1 else lse[:, :, : spec.T]
-    if not spec.keep_rest:
-        return Outputs(out, lse)
-    rounded, left = out.astype(jnp.float32), rest[0].astype(jnp.float32)
-    return Outputs(out, lse, rest_in_units(spec, rounded + left, rounded))
+    out, *by_row = kernel.forward(spec, config, inputs)
+    axis = 1 if spec.layout == "bthd" else 2
+    return Outputs(out, *(lax.slice_in_dim(one, 0, spec.T, axis=axis) for one in by_row))
 
 
 class _MosaicGpu(Backend[AttentionSpec, Config, Inputs, Outputs]):

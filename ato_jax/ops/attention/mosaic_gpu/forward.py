@@ -8,7 +8,8 @@
 Warpgroups, and the barriers between them:
 
     MEMORY (n)    loads q of a tile, and its blocks of k and of v, the last one first
-      |  queries: q loaded              consumed once its rows of out are stored from there
+      |  queries: q loaded              consumed once its last scores are known, or, where out takes
+      |                                 its place, once that is stored
       |  keys, values: a block loaded   consumed once the products that read it are done
       v
     CONSUMER (0 .. n - 1)    R queries each; turns: one issues its products at a time
@@ -51,6 +52,7 @@ from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS
 from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import dropout, frame, pairs, segments, sums, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
+from ato_jax.ops.attention.mosaic_gpu.rest import in_units
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Rows
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, Storage, Walk, consumer, storage_of
@@ -85,7 +87,8 @@ def forward(
     inputs: Inputs,
     scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """out, lse up to a whole tile of queries, and where `keep_rest` what rounding took from out.
+    """out, and up to a whole tile of queries lse and, where `keep_rest`, what rounding took from
+    out.
 
     `scales` are those of 8 bits: of scores and of values, [B, H] (`float8.py`, which also says how
     v lies).
@@ -117,8 +120,10 @@ def forward(
     program = mosaic.Program(roles, storage_of(spec, config, planes), parts, bind)
     rows = (spec.T, spec.H) if spec.layout == "bthd" else (spec.H, spec.T)
     of_out = jax.ShapeDtypeStruct((spec.B, *rows, spec.V), frame.dtype_of(spec))
-    of_lse = jax.ShapeDtypeStruct(frame.lse_shape(spec, config), F32)
-    out_types = of_out, of_lse, *([of_out] if spec.keep_rest else [])
+    by_row = frame.lse_shape(spec, config)
+    of_lse = jax.ShapeDtypeStruct(by_row, F32)
+    of_rest = jax.ShapeDtypeStruct((*by_row, spec.V), jnp.int8)
+    out_types = of_out, of_lse, *([of_rest] if spec.keep_rest else [])
     found = mosaic.launch(
         "attention_forward_mosaic",
         program,
@@ -141,18 +146,8 @@ def memory(walk: Walk) -> None:
 
 
 def load_item(walk: Walk, item: Item) -> None:
+    """Queries come behind the first keys: the slot of the latter is free earlier."""
     own, spec, config = walk.own, walk.spec, walk.config
-    own.queries.acquire(item.turn)
-    for number in range(config.consumers):
-        frame.queries(spec).load(
-            walk.q,
-            item.batch,
-            item.head,
-            item.first_row + number * config.rows,
-            config.rows,
-            own.q.at[number],  # [R, D]
-            own.queries.produced.barrier,
-        )
     kv_head = lax.div(item.head, jnp.int32(spec.H // spec.G))
 
     def load_block(step: Any, _: None) -> None:
@@ -169,8 +164,25 @@ def load_item(walk: Walk, item: Item) -> None:
             if ring is own.keys and walk.k_ids is not None:
                 ids = walk.k_ids.at[item.batch, pl.ds(first_key, config.keys)]
                 plgpu.copy_gmem_to_smem(ids, own.k_ids.at[slot], barrier)  # [K]
+            if ring is own.keys:
+                pl.when(step == 0)(functools.partial(load_queries, walk, item))
 
     lax.fori_loop(0, item.steps, load_block, None)
+
+
+def load_queries(walk: Walk, item: Item) -> None:
+    own, config = walk.own, walk.config
+    own.queries.acquire(item.turn)
+    for number in range(config.consumers):
+        frame.queries(walk.spec).load(
+            walk.q,
+            item.batch,
+            item.head,
+            item.first_row + number * config.rows,
+            config.rows,
+            own.q.at[number],  # [R, D]
+            own.queries.produced.barrier,
+        )
 
 
 def load_planes(walk: Walk, item: Item, step: Any) -> None:
@@ -228,6 +240,8 @@ def attend(walk: Walk, number: Any, item: Item) -> None:
             carried = lax.fori_loop(behind, item.steps, functools.partial(step, True), carried)
     else:
         carried = lax.fori_loop(1, item.steps, functools.partial(step, False), carried)
+    if walk.own.out is not None:
+        walk.own.queries.consumed.arrive()
     finish(walk, mine, carried)
 
 
@@ -258,6 +272,7 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
     acc = tuple(mosaic.zeros(config.rows, width) for width in widths)
     base = None
     if config.steps_of_sums:
+        await_stores(walk)
         base = rows.c_m
         for tile, total in sums.tiles_of(walk, mine, acc):
             tile[...] = mosaic.rounded(total, tile.dtype)
@@ -425,8 +440,8 @@ def arrays_of_pairs(walk: Walk, mine: Own, step: Any) -> Arrays:
 
 
 def finish(walk: Walk, mine: Own, carried: Carried) -> None:
-    """Adds the last values, and stores out, lse, and where `keep_rest` what rounding took from out,
-    from out's place in shared memory."""
+    """Adds the last values, and stores out from its place in shared memory, and from registers lse
+    and, where `keep_rest`, what rounding took from out."""
     own, spec, config, item = walk.own, walk.spec, walk.config, mine.item
     slot = own.values.slot(item.before + item.steps - 1)
     await_values(walk, item.steps, slot)
@@ -453,22 +468,31 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     mosaic.store_in_memory(walk.lse.at[at], lse)
     tile = (own.q if own.out is None else own.out).at[mine.number]
     side, dtype = frame.outputs(spec), frame.dtype_of(spec)
-    plgpu.commit_smem()  # the products that read q, ahead of what takes its place
-    for ref in (walk.out, walk.rest):
-        if ref is None:
-            continue
-        if ref is walk.rest:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for part, total in frame.alike(side.parts_of(tile), list(acc)):
-            scaled = mosaic.kept(total * mosaic.in_columns(factor, total.shape[1]), here)
-            if ref is walk.rest:
-                scaled -= mosaic.rounded(scaled, dtype).astype(F32)
-            part[...] = scaled.astype(dtype)
-        plgpu.commit_smem()
-        side.store(tile, ref, item.batch, item.head, mine.first_row, config.rows)
-    if Schedule(spec, config).persistent:
+    if own.out is None:
+        plgpu.commit_smem()  # the products that read q, ahead of what takes its place
+    elif not config.steps_of_sums:
+        await_stores(walk)
+    exact = []
+    for part, total in frame.alike(side.parts_of(tile), list(acc)):
+        exact.append(mosaic.kept(total * mosaic.in_columns(factor, total.shape[1]), here))
+        part[...] = exact[-1].astype(dtype)
+    plgpu.commit_smem()
+    side.store(tile, walk.out, item.batch, item.head, mine.first_row, config.rows)
+    if walk.rest is not None:
+        columns = 0
+        for part in exact:
+            ref = walk.rest.at[(*at, pl.ds(columns, part.shape[1]))]
+            mosaic.store_in_memory(ref, in_units(spec, part, mosaic.rounded(part, dtype)))
+            columns += part.shape[1]
+    if own.out is None:
+        await_stores(walk)
+        own.queries.consumed.arrive()
+
+
+def await_stores(walk: Walk) -> None:
+    """Until the block's last out has left its place in shared memory, which is filled again."""
+    if Schedule(walk.spec, walk.config).persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    own.queries.consumed.arrive()
 
 
 def await_turn(walk: Walk, mine: Own) -> None:

@@ -58,6 +58,8 @@ class Config:
         assembler would move it.
       turns: whether the consumers take turns in issuing products.
       persistent: whether a block takes several tiles of queries, one after the other.
+      own_outputs: whether out has a place of its own in shared memory, so that the next tile's
+        queries are loaded while out is made and stored.
       multiprocessors: of the device: the blocks of a persistent launch.
       dkv_consumers, dkv_queries, dkv_stages: of the kernel for dk and dv: its warpgroups that
         multiply, the queries of a step, and their slots.
@@ -76,6 +78,7 @@ class Config:
     hold: bool = False
     turns: bool = True
     persistent: bool = False
+    own_outputs: bool = False
     multiprocessors: int = 132
     dkv_consumers: int = 2
     dkv_queries: int = 64
@@ -233,14 +236,14 @@ def shared_bytes(spec: AttentionSpec, config: Config) -> int:
     of_queries = config.tile * spec.D
     of_keys = config.stages * config.keys * (spec.D + spec.V)
     found = (of_queries + of_keys) * jnp.dtype(dtype_of_inputs(spec)).itemsize + BARRIER_BYTES
-    if has_own_outputs(spec):
+    if has_own_outputs(spec, config):
         found += config.tile * spec.V * jnp.dtype(spec.dtype).itemsize
     return found
 
 
-def has_own_outputs(spec: AttentionSpec) -> bool:
-    """Whether out has no place in that of the queries."""
-    return spec.V != spec.D or reads_eight_bits(spec)
+def has_own_outputs(spec: AttentionSpec, config: Config) -> bool:
+    """Whether out does not take the place of the queries."""
+    return config.own_outputs or spec.V != spec.D or reads_eight_bits(spec)
 
 
 def whole_tiles(spec: AttentionSpec, config: Config) -> int:

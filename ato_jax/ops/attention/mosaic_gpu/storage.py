@@ -63,7 +63,7 @@ def storage_of(spec: AttentionSpec, config: Config, planes: pairs.Planes) -> Sto
     if spec.segments:
         k_ids = Buffer(plgpu.SMEM((config.stages, config.keys), jnp.int32))
     out = None
-    if frame.has_own_outputs(spec):
+    if frame.has_own_outputs(spec, config):
         out = Buffer(frame.outputs(spec).tiles(config.consumers, config.rows))
     block = pairs.block_of(config)
     slots = planes.slots(block, frame.MOST_BYTES - frame.shared_bytes(spec, config))
