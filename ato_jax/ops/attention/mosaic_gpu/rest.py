@@ -19,7 +19,8 @@ from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, rest_in_units
 # Adding it leaves the nearest whole number in the lowest bits of a float32 number.
 MAGIC = np.float32(1.5 * 2**23)
 # Two numbers of out, ahead of rounding ($1, $2) and behind it ($3, $4). Rests are from -127 to 127,
-# so the lowest byte of a sum has them. A conversion to integers would take four times as long.
+# so the lowest byte of a sum has them. A conversion to integers would take four times as long. Of
+# subnormal numbers of float16 the byte may be any: it changes them by less than 2^-25.
 OF_A_PAIR = """{{
 .reg .f32 x, y;
 .reg .b32 a, b;
