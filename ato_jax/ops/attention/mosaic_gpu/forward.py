@@ -48,17 +48,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS
+from ato_jax.mosaic import F32, OF_ROWS
 from ato_jax.ops.attention.eight_bits import reads_eight_bits
-from ato_jax.ops.attention.mosaic_gpu import dropout, frame, pairs, segments, sums, visibility
+from ato_jax.ops.attention.mosaic_gpu import (
+    dropout,
+    frame,
+    pairs,
+    rest,
+    segments,
+    sums,
+    visibility,
+)
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
-from ato_jax.ops.attention.mosaic_gpu.rest import in_units
 from ato_jax.ops.attention.mosaic_gpu.schedule import Item, Schedule
 from ato_jax.ops.attention.mosaic_gpu.softmax import Rows
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, Storage, Walk, consumer, storage_of
 from ato_jax.ops.attention.spec import AttentionSpec, Inputs, limits_array
 
-Ids = tuple[jax.Array, jax.Array]
 Arrays = tuple[Any, Any]  # bias and mask of a step
 
 class Carried(NamedTuple):
@@ -261,7 +267,7 @@ def first_step(walk: Walk, mine: Own, is_cut: bool) -> Carried:
         (start, factors_of_scores(walk, mine, slot)),
         meanwhile=functools.partial(pass_turn_on, walk, mine),
     )
-    ids = ids_of(walk, mine, is_cut, slot)
+    ids = walk.ids(mine.item.batch, mine.first_row, slot) if is_cut else None
     own.keys.consumed.arrive(slot)
     rows = walk.softmax(mine.unit).start(config.rows)
     arrays = arrays_of_pairs(walk, mine, 0)
@@ -294,7 +300,7 @@ def one_step(walk: Walk, mine: Own, is_cut: bool, step: Any, carried: Carried) -
             early.append(arrays_of_pairs(walk, mine, step))
 
     def known(s: jax.Array) -> tuple[jax.Array, Rows, jax.Array]:
-        ids = ids_of(walk, mine, is_cut, slot)
+        ids = walk.ids(mine.item.batch, mine.first_row, slot) if is_cut else None
         own.keys.consumed.arrive(slot)
         arrays = early[0] if early else arrays_of_pairs(walk, mine, step)
         found = weights(walk, mine, is_cut, step, carried.rows, s, ids, arrays)
@@ -374,17 +380,6 @@ def sums_of_values(walk: Walk, carried: Carried, slot: Any) -> list[Any]:
     return [(acc, [(carried.p, part)]) for acc, part in zip(carried.acc, v, strict=True)]
 
 
-def ids_of(walk: Walk, mine: Own, is_cut: bool, slot: Any) -> Ids | None:
-    """The segments of the consumer's queries and of a block of keys; None where all are one."""
-    if walk.q_ids is None or not is_cut:
-        return None
-    at = mine.item.batch, pl.ds(mine.first_row, walk.config.rows)
-    of_rows = mosaic.load(walk.q_ids.at[at], OF_ROWS, optimized=False)  # [R]
-    of_keys = mosaic.load(walk.own.k_ids.at[slot], OF_COLUMNS)  # [K]
-    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-    return of_rows, of_keys
-
-
 def weights(
     walk: Walk,
     mine: Own,
@@ -392,7 +387,7 @@ def weights(
     step: Any,
     rows: Rows,
     s: jax.Array,
-    ids: Ids | None,
+    ids: visibility.Ids | None,
     arrays: Arrays,
 ) -> tuple[jax.Array, Rows, jax.Array]:
     """p in float32, the rows behind it, and what earlier sums are multiplied by. A factor that is
@@ -419,24 +414,15 @@ def weights(
 
 
 def arrays_of_pairs(walk: Walk, mine: Own, step: Any) -> Arrays:
-    """Bias and mask of a step. In registers, they are read while the scores are still in flight."""
-    planes, ring, block = walk.planes, walk.own.pairs, pairs.block_of(walk.config)
-    slot: Any = None
-    if ring is not None:
-        slot = ring.slot(mine.item.before + step)
-        ring.produced.wait(slot)
-
-    def read(plane: pairs.Plane, ref: Any, tiles: Any) -> Any:
-        at = mine.item.batch, mine.item.head
-        of_rows = plane.of_rows(ref, block, at, mine.first_row)
-        return plane.read(of_rows, tiles, block, slot, mine.number)
-
-    bias = None if planes.bias is None else read(planes.bias, walk.bias, walk.own.bias)
-    mask = None if planes.mask is None else read(planes.mask, walk.mask, walk.own.mask)
-    if ring is not None:
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-        ring.consumed.arrive(slot)
-    return bias, mask
+    """Bias and mask of a step, in registers."""
+    ring, block = walk.own.pairs, pairs.block_of(walk.config)
+    at = mine.item.batch, mine.item.head
+    of_rows = (
+        None if plane is None else plane.of_rows(ref, block, at, mine.first_row)
+        for plane, ref in zip(walk.planes, (walk.bias, walk.mask), strict=True)
+    )
+    slot = None if ring is None else ring.slot(mine.item.before + step)
+    return walk.planes.read(walk.own, of_rows, block, slot, mine.number)
 
 
 def finish(walk: Walk, mine: Own, carried: Carried) -> None:
@@ -479,11 +465,7 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
     plgpu.commit_smem()
     side.store(tile, walk.out, item.batch, item.head, mine.first_row, config.rows)
     if walk.rest is not None:
-        columns = 0
-        for part in exact:
-            ref = walk.rest.at[(*at, pl.ds(columns, part.shape[1]))]
-            mosaic.store_in_memory(ref, in_units(spec, part, mosaic.rounded(part, dtype)))
-            columns += part.shape[1]
+        rest.store(spec, walk.rest, at, exact)
     if own.out is None:
         await_stores(walk)
         own.queries.consumed.arrive()

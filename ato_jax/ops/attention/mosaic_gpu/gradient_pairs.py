@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -116,18 +115,8 @@ def natural_weights(spec: AttentionSpec, s: jax.Array, lse: jax.Array) -> jax.Ar
 
 def with_planes(walk: Walk, mine: Own, at: At, s: jax.Array) -> jax.Array:
     """s with bias, in natural units then, and mask."""
-    planes, own, block = walk.planes, walk.own, walk.of.block
-    if own.pairs is not None:
-        own.pairs.produced.wait(at.pairs_slot)
-    bias, mask = (
-        None if plane is None else plane.read(of_rows, tiles, block, at.pairs_slot, mine.number)
-        for plane, of_rows, tiles in zip(
-            planes, (mine.bias, mine.mask), (own.bias, own.mask), strict=True
-        )
-    )
-    if own.pairs is not None:
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-        own.pairs.consumed.arrive(at.pairs_slot)
+    of_rows = mine.bias, mine.mask
+    bias, mask = walk.planes.read(walk.own, of_rows, walk.of.block, at.pairs_slot, mine.number)
     if bias is not None:
         s = pairs.add(s * (walk.of.spec.softcap or walk.of.spec.scale), bias)
     return s if mask is None else pairs.keep(s, mask)

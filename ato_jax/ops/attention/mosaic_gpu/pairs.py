@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -166,6 +167,23 @@ class Planes:
     @property
     def in_ring(self) -> list[Plane]:
         return [plane for plane in self if plane is not None and plane.in_ring]
+
+    def read(
+        self, own: Any, of_rows: Iterable[Any], block: Block, slot: Any, number: Any
+    ) -> tuple[Any, Any]:
+        """Bias and mask of a step in registers, each as `Plane.read` returns it, from the slots of
+        a kernel's storage `own`. `of_rows`: of each plane; a generator loads them behind the wait
+        for the slot."""
+        if own.pairs is not None:
+            own.pairs.produced.wait(slot)
+        bias, mask = (
+            None if plane is None else plane.read(vector, tiles, block, slot, number)
+            for plane, vector, tiles in zip(self, of_rows, (own.bias, own.mask), strict=True)
+        )
+        if own.pairs is not None:
+            plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+            own.pairs.consumed.arrive(slot)
+        return bias, mask
 
     @property
     def fit_beside_scores(self) -> bool:

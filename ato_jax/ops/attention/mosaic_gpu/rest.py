@@ -8,12 +8,14 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 
-from ato_jax import device
+from ato_jax import device, mosaic
 from ato_jax.mosaic import F32, TILE
 from ato_jax.mosaic.assembly import element, instructions
+from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, rest_in_units
 
 # Adding it leaves the nearest whole number in the lowest bits of a float32 number.
@@ -67,3 +69,14 @@ def in_units(spec: AttentionSpec, exact: jax.Array, rounded: jax.Array) -> jax.A
         return mgpu.FragmentedArray(_registers=found, _layout=exact.layout, _is_signed=True)
 
     return convert(exact, rounded.astype(F32))
+
+
+def store(spec: AttentionSpec, ref: Any, at: tuple[Any, ...], exact: list[jax.Array]) -> None:
+    """Stores, from registers, what rounding takes from rows `at` of out, given in float32 in parts
+    of columns."""
+    columns = 0
+    for part in exact:
+        rounded = mosaic.rounded(part, frame.dtype_of(spec))
+        own = ref.at[(*at, pl.ds(columns, part.shape[1]))]  # [R, columns of the part]
+        mosaic.store_in_memory(own, in_units(spec, part, rounded))
+        columns += part.shape[1]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import Array, Buffer, Ring, Role, Signal
+from ato_jax.mosaic import OF_COLUMNS, OF_ROWS, Array, Buffer, Ring, Role, Signal
 from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
@@ -142,6 +142,16 @@ class Walk:
             return found
         allowed = segments.ranges_of(self.config.rows, self.shared, batch, first_row, rows)
         return visibility.intersection(found, allowed, blocks)
+
+    def ids(self, batch: Any, first_row: Any, slot: Any) -> visibility.Ids | None:
+        """The segments of a consumer's queries and of the keys in a slot; None without segments."""
+        if self.q_ids is None:
+            return None
+        rows = self.q_ids.at[batch, pl.ds(first_row, self.config.rows)]
+        of_rows = mosaic.load(rows, OF_ROWS, optimized=False)  # [R]
+        of_keys = mosaic.load(self.own.k_ids.at[slot], OF_COLUMNS)  # [K]
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        return of_rows, of_keys
 
     def each_item(self, do: Any) -> tuple[Any, Any]:
         tile = self.config.tile

@@ -25,6 +25,8 @@ from jax import lax
 from ato_jax.mosaic import TILE, in_columns, in_rows
 from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges
 
+Ids = tuple[jax.Array, jax.Array]  # segments of rows and of keys
+
 
 def limits_of(spec: AttentionSpec, array: Any, batch: Any) -> Limits:
     """The limits of a batch entry. Static bounds that hide no key are None, and so is q_length
@@ -97,7 +99,7 @@ def hide(
     first_row: Any,
     first_key: Any,
     kv_end: Any,
-    ids: tuple[jax.Array, jax.Array] | None,
+    ids: Ids | None,
 ) -> jax.Array:
     """s [rows, keys], minus infinity where a query does not see the key. `ids` are those of the
     rows and those of the keys."""
