@@ -1,10 +1,19 @@
 """Softmax attention on Hopper by Pallas kernels lowered to Mosaic GPU.
 
-`forward.py` and `gradient.py` have the kernels and their mathematics, `backward.py` what XLA does
-around the latter, `softmax.py` the softmax of rows, `visibility.py` which keys a query sees,
-`schedule.py` the order of the work, `rounds.py` which items a block of a persistent backward launch
-takes, `frame.py` sizes and tiles. The kernels are built on the kit in
-`ato_jax/mosaic/`.
+`forward.py`, `gradient.py` and `bias_gradient.py` have the kernels and their mathematics,
+`storage.py` and `gradient_storage.py` their roles and shared memory. `backward.py` launches those
+of the gradients, and has what XLA computes around them.
+
+    softmax.py, rest.py                     the softmax of rows; what rounding took from out
+    gradient_pairs.py                       p and ds of a block of pairs
+    visibility.py, segments.py, pairs.py,   the options: bounds and lengths, segments, bias and
+    dropout.py                              mask, dropout
+    schedule.py, rounds.py                  which items a block takes: forward and, in persistent
+                                            launches, backward
+    float8.py, transposition.py, sums.py    arrays of 8 bits
+    frame.py                                block sizes, and how heads lie in tiles
+
+The kernels are built on the kit in `ato_jax/mosaic/`.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@
     delta_i = out_i . dout_i - dlse_i
     dsink_h = -sum_i exp(sink_h - lse_i) delta_i
 
-XLA computes these, in one pass over out and dout. Then
+XLA computes these. In delta, `Outputs.rest` gives out back what rounding took from it. Then
 
     dv_j = sum_i p_ij dout_i
     dk_j = scale sum_i p_ij (dp_ij - delta_i) q_i
     dq_i = scale sum_j p_ij (dp_ij - delta_i) k_j
 
-each by a kernel that makes p and dp again, block by block. No sum is shared between blocks, so all
-gradients are the same bits each time.
+by kernels that make p and dp again, block by block: one for dq, and one for dk and dv, or one for
+each. No sum is shared between blocks, so all gradients are the same bits each time.
 """
 
 from __future__ import annotations

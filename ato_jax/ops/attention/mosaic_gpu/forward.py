@@ -1,4 +1,4 @@
-"""The forward kernel: a block of warpgroups for a tile of queries, keys block by block.
+"""The forward kernel: a block of warpgroups takes a tile of queries, and its keys block by block.
 
     s_ij  = q_i . k_j                                   float32, [R, K] in registers
     p_ij, lasts_i = softmax.update(s)                   `softmax.py`
@@ -9,30 +9,38 @@ Warpgroups, and the barriers between them:
 
     MEMORY (n)    loads q of a tile, and its blocks of k and of v, the last one first
       |  queries: q loaded              consumed once its last scores are known, or, where out takes
-      |                                 its place, once that is stored
+      |                                 its place, once the copy engine has read out from there
       |  keys, values: a block loaded   consumed once the products that read it are done
+      |  pairs: bias and mask loaded    consumed once they are in registers
       v
-    CONSUMER (0 .. n - 1)    R queries each; turns: one issues its products at a time
+    CONSUMER (0 .. n - 1)    R queries each; turns, if any: one issues its products at a time
+      |  cleaned                        rows of v beyond the keys' end are 0: by all, for all
 
 A consumer's step t, with scores one step ahead of values:
 
-    wait for k_t, and for its turn
+    wait for k_t, and for its turn, if there are turns
     issue s_t = q k_t^T
     issue acc += p_(t-1) v_(t-1), once v_(t-1) is there;  pass the turn on
-    read bias and mask, if any, into registers
     s_t is known:   let k_t go;  p_t = softmax(s_t)     under the product with v_(t-1)
     acc is known:   let v_(t-1) go;  acc *= lasts_t
 
 So the tensor cores have a product of this consumer, or of another, while p_t is computed. p stays
-in registers: it is the first factor of its product. Only the blocks that are cut (by causality, a
-window, or the end of the keys) hide pairs: step 0, and loops of their own around the one over whole
-blocks.
+in registers: it is the first factor of its product. Bias and mask are read into registers while s_t
+is in flight; at step 0, and where one over pairs has float32, once s_t is known. Only the blocks
+that are cut (by causality, a window, segments, or the end of the keys) hide pairs: step 0, and
+loops of their own around the one over whole blocks. In these p_t is computed behind both products.
+
+Where the launch is persistent, a block takes several tiles (`schedule.py`), and the rings count
+steps across them: MEMORY loads the next tile's first keys and values while out is made and stored,
+and its queries too if out has its own place in shared memory (`frame.has_own_outputs`).
 
     symbol      shape           what it is
-    q, out      [n, R, D], V    a tile's queries; out takes their place where V = D
+    q           [n, R, D]       a tile's queries
     k, v        [.., K, D], V   blocks of keys and values
-    s, p        [R, K]          scores and weights; p rounded to 16 bits
+    s, p        [R, K]          scores and weights; p rounded to 16 bits, or to 8 as q, k and v
     acc         [R, V]          sums of weighted values, in parts of columns where v is in parts
+    out         [n, R, V]       in q's place, or in its own
+    rest        [R, V]          what rounding took from out, in 8 bits, from registers (`rest.py`)
 """
 
 from __future__ import annotations
@@ -93,11 +101,11 @@ def forward(
     inputs: Inputs,
     scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """out, and up to a whole tile of queries lse and, where `keep_rest`, what rounding took from
-    out.
+    """Returns out, lse and, where `keep_rest`, what rounding took from out. The last two have rows
+    up to a whole tile of queries.
 
-    `scales` are those of 8 bits: of scores and of values, [B, H] (`float8.py`, which also says how
-    v lies).
+    `scales` come with arrays of 8 bits: those of scores and of values, [B, H] (`float8.py`, which
+    also says how v lies).
     """
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     if scales is not None:
@@ -142,7 +150,7 @@ def forward(
 
 
 def memory(walk: Walk) -> None:
-    """Loads queries, keys and values."""
+    """Loads queries, keys, values, bias and mask."""
     items, steps = walk.each_item(functools.partial(load_item, walk))
     walk.own.queries.drain(items)
     walk.own.keys.drain(steps)
@@ -210,7 +218,7 @@ def load_planes(walk: Walk, item: Item, step: Any) -> None:
 
 
 def consume(walk: Walk) -> None:
-    """Makes R rows of out, and their lse."""
+    """Makes R rows of out, lse and rest of each item."""
     number = mosaic.group()
     if walk.config.turns:
         walk.turns.open(number)
@@ -340,7 +348,7 @@ def rounded(walk: Walk, p: jax.Array) -> jax.Array:
 
 
 def await_values(walk: Walk, step: Any, slot: Any) -> None:
-    """Those of the step before this one; `clean` awaits the first ones."""
+    """Waits for the values of the step before this one; `clean` awaits those of step 0."""
     if walk.cleans:
         pl.when(step > 1)(lambda: walk.own.values.produced.wait(slot))
     else:
@@ -426,8 +434,8 @@ def arrays_of_pairs(walk: Walk, mine: Own, step: Any) -> Arrays:
 
 
 def finish(walk: Walk, mine: Own, carried: Carried) -> None:
-    """Adds the last values, and stores out from its place in shared memory, and from registers lse
-    and, where `keep_rest`, what rounding took from out."""
+    """Adds the last values. Stores out from its place in shared memory; lse and, where `keep_rest`,
+    what rounding took from out, from registers."""
     own, spec, config, item = walk.own, walk.spec, walk.config, mine.item
     slot = own.values.slot(item.before + item.steps - 1)
     await_values(walk, item.steps, slot)
@@ -472,7 +480,7 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
 
 
 def await_stores(walk: Walk) -> None:
-    """Until the block's last out has left its place in shared memory, which is filled again."""
+    """Waits until the copy engine has read the last tile's out, whose place is filled again."""
     if Schedule(walk.spec, walk.config).persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -59,7 +59,8 @@ class Config:
       turns: whether the consumers take turns in issuing products.
       persistent: whether a block takes several tiles of queries, one after the other.
       own_outputs: whether out has a place of its own in shared memory, so that the next tile's
-        queries are loaded while out is made and stored.
+        queries are loaded while out is made and stored. It has one anyway where V is not D, and
+        where the kernel reads 8 bits.
       multiprocessors: of the device: the blocks of a persistent launch.
       dkv_consumers, dkv_queries, dkv_stages: of the kernel for dk and dv: its warpgroups that
         multiply, the queries of a step, and their slots.
@@ -108,7 +109,7 @@ class Side:
       layout: "bthd" or "bhtd".
       columns: of a head.
       length: rows of a sequence.
-      dtype: of the elements, 16 bits.
+      dtype: of the elements, of 16 or 8 bits.
     """
 
     layout: str
@@ -242,7 +243,7 @@ def shared_bytes(spec: AttentionSpec, config: Config) -> int:
 
 
 def has_own_outputs(spec: AttentionSpec, config: Config) -> bool:
-    """Whether out does not take the place of the queries."""
+    """Whether out has a place of its own in shared memory: else it takes that of the queries."""
     return config.own_outputs or spec.V != spec.D or reads_eight_bits(spec)
 
 

@@ -9,7 +9,7 @@ A block of warpgroups holds rows of one side, its own, and walks over the other 
     dy_r  += sum_c p_rc y'_c                       float32, [R, V] in registers
 
     symbol   shape             for dk and dv          for dq
-    x, y     [n, R, D], V      k, v                   q, dout
+    x, y     [.., R, D], V     k, v                   q, dout
     x', y'   [.., C, D], V     q, dout                k, v
     dx, dy   [R, D], [R, V]    dk, dv                 dq, none
     norm     [C] or [R]        of the others          of the own rows
@@ -57,12 +57,14 @@ Where lse has a cotangent, ds is multiplied in two parts of 16 bits, by one prod
 
 Where the launch is persistent, a block takes several items, a tile of own rows each (`rounds.py`).
 Then x and y lie in rings, own_xs and own_ys, of one slot or two, and every ring counts its steps
-across items. MEMORY loads the next item's x and y, and its first blocks of x' and y', while the
-consumers finish the present item. They let go of the slots that hold dx and dy at the beginning of
-the next item, once the copy engine has read the results; and of a y without dy behind the products.
+across items. While the consumers work on an item, MEMORY loads the next one's first blocks of x'
+and y', and its x and y where they have a second slot; with one slot, once that is free. Consumers
+let go of the slots that hold dx and dy at the beginning of the next item, once the copy engine has
+read the results, and of a y whose place no dy takes once the item's products are done.
 
-In float16 p carries 2^15, by norm, and dp - delta carries `gain` of the batch entry and group, a
-power of two that keeps it within 1; the sums lose both at the end.
+In float16 p carries 2^15, from norm or, with a bias, from `natural_weights`. dp - delta carries
+`gain` of the batch entry and group, a power of two that keeps it within 1. The sums lose both at
+the end.
 """
 
 from __future__ import annotations
@@ -123,7 +125,8 @@ class Sums(NamedTuple):
 
 
 def run(of: Pass, planes: pairs.Planes, arrays: dict[str, jax.Array]) -> list[jax.Array]:
-    """dx, dy and what is by rows, where they are made, from the arrays of `Walk` by name."""
+    """Returns dx and dy, those that the pass makes, and the sums of `Pass.by_row`. `arrays` are
+    those of `Walk` by name."""
     made = {"dx": of.with_x, "dy": of.with_y}
     wanted = [name for name, makes in made.items() if makes]
     shapes = [

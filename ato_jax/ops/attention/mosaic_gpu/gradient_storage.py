@@ -34,12 +34,12 @@ class Pass:
 
     Attributes:
       of_keys: whether the own rows are keys, and the others queries; else the sides are exchanged.
-      with_x, with_y: the sums that it makes: dk and dv, or dq alone.
+      with_x, with_y: whether it makes dx, and dy: dk and dv, one of them, or dq.
       consumers: warpgroups of 64 own rows each.
       others: rows of a step.
       x_stages, y_stages: slots of them.
       hold, turns: as in `frame.Config`, of this kernel.
-      most_blocks: the blocks of a persistent launch; None where a block takes one item.
+      most_blocks: the most blocks of the launch; None where each block takes one item.
       own_x_slots, own_y_slots: slots of own rows, see `with_slots_ahead`.
     """
 
@@ -157,8 +157,9 @@ class Pass:
         return not self.of_keys and (self.spec.kv_lengths or self.spec.S % self.others != 0)
 
     def fitted(self) -> Pass:
-        """With fewer slots, where shared memory has no room for so many: first of the factor that
-        is let go of early. With fewer consumers, where it has none for both bias and mask."""
+        """With fewer slots, where shared memory has no room for so many: of y' first where dx is
+        made, else of x'. With fewer consumers, where one slot of each has no room beside bias and
+        mask. With more slots of own rows, see `with_slots_ahead`."""
         found = self
         for name in ("y_stages", "x_stages") if self.with_x else ("x_stages", "y_stages"):
             while not found.fits and getattr(found, name) > 1:
@@ -252,16 +253,16 @@ def passes(spec: AttentionSpec, config: Config) -> list[Pass]:
 
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
-    x: Array  # [own x slots n, R, D], dx behind it
-    y: Array  # [own y slots n, R, V], dy behind it; None where dy takes the place of x
+    x: Array  # [own x slots * n, R, D]; at an item's end dx, or dy without a y
+    y: Array  # [own y slots * n, R, V]; at an item's end dy, if made; None without `Pass.keeps_y`
     other_x: Array  # [x stages, C, D]
     other_y: Array  # [y stages, C, V]
     norm: Array  # [x stages, C] float32, with other_x, where the others are queries
     minus_delta: Array  # [y stages, C] float32, with other_y, likewise
     ids: Array  # [x stages, C] int32, segments of the others, with other_x
     hashes: Array  # [x stages, C] int32, for dropout, with norm
-    bias: Array  # [1 or 2, n, R, C] or [1 or 2, C]
-    mask: Array  # as bias
+    bias: Array  # [1 or 2, n, R, C], with `Plane.across` [1 or 2, n, C, R], or [1 or 2, C]
+    mask: Array  # [1 or 2, n, R, C] or [1 or 2, C]
     x_loaded: Signal | None  # where a block takes one item
     y_loaded: Signal | None  # likewise, if y is read
     own_xs: Ring | None  # where it takes several

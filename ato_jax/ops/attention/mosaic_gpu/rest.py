@@ -20,9 +20,11 @@ from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, rest_in_units
 
 # Adding it leaves the nearest whole number in the lowest bits of a float32 number.
 MAGIC = np.float32(1.5 * 2**23)
-# Two numbers of out, ahead of rounding ($1, $2) and behind it ($3, $4). Rests are from -127 to 127,
-# so the lowest byte of a sum has them. A conversion to integers would take four times as long. Of
-# subnormal numbers of float16 the byte may be any: it changes them by less than 2^-25.
+# Takes two numbers of out, before ($1, $2) and after rounding ($3, $4). Their rests are from -127
+# to 127, so the lowest byte of each sum holds one. A conversion to integers would take four times
+# as long. Only a subnormal number may lose more than 127 units: then the byte wraps around. In
+# float16 such a number is below 2^-14, and a byte is at most 128 units of 2^-11 / 127 of it. So
+# whatever the byte is, it moves the number by less than 1.01 times 2^-25.
 OF_A_PAIR = """{{
 .reg .f32 x, y;
 .reg .b32 a, b;
@@ -46,8 +48,8 @@ def _bits(number: np.float32) -> str:
 
 
 def in_units(spec: AttentionSpec, exact: jax.Array, rounded: jax.Array) -> jax.Array:
-    """`rest_in_units` of tiles in registers. A number that is rounded to 0 has no rest that a
-    backward pass would see: any value will do."""
+    """`rest_in_units` of tiles in registers. Where out is 0, a backward pass multiplies the rest by
+    0: any value will do."""
     if device.interpreting():
         return rest_in_units(spec, exact, rounded)
     own = plgpu.ShapeDtypeStruct(exact.shape, jnp.int8, layout=TILE)

@@ -1,7 +1,7 @@
-"""Rounds: which items each block of a persistent launch takes.
+"""Rounds: which items each block of a persistent backward launch takes.
 
-Items are numbered with the heaviest ones first. A block takes every n-th item, forwards and
-backwards in turn, so that no block has the heaviest item of each round:
+Items are numbered with the heaviest ones first. Each round deals one item to each of n blocks, in
+every other round from the last block to the first, so that no block has the heaviest item of each:
 
     round 0    block 0 takes item 0, .., block n - 1 takes item n - 1
     round 1    block n - 1 takes item n, .., block 0 takes item 2 n - 1

@@ -6,8 +6,9 @@ the launch there is little left to wait for:
 
     for group: for tile, the last one first where causal: for head of the group
 
-Blocks start in this order. Where the launch is persistent, a block takes every n-th item, forwards
-and backwards in turn, so that no block has the heaviest tile of each round.
+Blocks start in this order. Where the launch is persistent, each round deals one item to each of n
+blocks, in every other round from the last block to the first, so that no block has the heaviest
+tile of each round. Persistent backward launches have the same order from `rounds.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ ITEM_BYTES = 2
 
 
 class Item(NamedTuple):
-    """A tile of queries, from `first_row` on. `turn` counts the items of the block, `before` the
-    steps that it has had in earlier ones. Step t takes block `seen.end - 1 - t` of keys."""
+    """A tile of rows of one head, from `first_row` on: queries in the forward kernel, own rows in a
+    backward one. `turn` counts the items of the block, `before` the steps of its earlier items.
+    Step t takes block `seen.end - 1 - t` of the other side."""
 
     turn: Any
     batch: Any

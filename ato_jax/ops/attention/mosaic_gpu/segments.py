@@ -32,7 +32,7 @@ class _Blocks(NamedTuple):
 
 
 def arrays_of(spec: AttentionSpec, config: Config, inputs: Inputs) -> dict[str, jax.Array]:
-    """The kernel's arrays, by the names of `forward.Walk`.
+    """The kernel's arrays, by the names of `storage.Walk`.
 
     q_ids: [B, T up to a whole tile] int32. k_ids: [B, S up to a whole block]. shared: [B, groups of
     `config.rows` queries, 4], the ranges of blocks that each group's segments allow.

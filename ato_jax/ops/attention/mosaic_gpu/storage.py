@@ -31,17 +31,17 @@ def consumer(config: Config) -> Role:
 
 @functools.cache
 def consumers_of(count: int) -> Role:
-    """So many warpgroups that multiply, beside the one that loads."""
+    """The role of `count` warpgroups that multiply, beside the one that loads."""
     return Role("consumer", mosaic.workers_registers(count, MOST_REGISTERS), count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
-    q: Array  # [n, R, D], out behind it
+    q: Array  # [n, R, D]; at the end out, if it has no place of its own
     k: Array  # [stages, K, D]
     v: Array  # [stages, K, V]; of 8 bits [stages, V, K]
     k_ids: Array  # [stages, K] int32, with k
-    out: Array  # [n, R, V] where q has no place for it
+    out: Array  # [n, R, V], see `frame.has_own_outputs`
     bias: Array  # [1 or 2, n, R, K] or [1 or 2, K]
     mask: Array  # as bias
     queries: Ring
@@ -97,11 +97,11 @@ class Walk:
     k: Any
     v: Any
     out: Any
-    lse: Any
-    rest: Any = None  # [B, T, H, V], what rounding took from out
+    lse: Any  # [B, T up to whole tiles, H] float32, or [B, H, T ..] where the layout is "bhtd"
+    rest: Any = None  # [.., V] int8, the axes of lse ahead: what rounding took from out
     sinks: Any = None
     bounds: Any = None
-    q_ids: Any = None
+    q_ids: Any = None  # see `segments.arrays_of`, as for the two below
     k_ids: Any = None
     shared: Any = None
     bias: Any = None
