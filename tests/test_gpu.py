@@ -275,7 +275,12 @@ def test_attention_gradients_by_mosaic_gpu(
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     ("T", "D", "V", "layout"),
-    [(1024, 128, 128, "bthd"), (1003, 64, 128, "bhtd"), (777, 64, 64, "bthd")],
+    [
+        (1024, 128, 128, "bthd"),
+        (1003, 64, 128, "bhtd"),
+        (777, 64, 64, "bthd"),
+        (1024, 64, 80, "bthd"),
+    ],
 )
 def test_rounding_of_mosaic_gpu(
     dtype: str, ahead: bool, T: int, D: int, V: int, layout: str
