@@ -22,6 +22,7 @@ from tests.test_attention_mosaic import H200, draw, spec_of, with_nan
 from tests.test_attention_mosaic_backward import gradients
 
 PERSISTENT = dict(dkv_persistent=True, dq_persistent=True)
+ONCE = dict(dkv_persistent=False, dq_persistent=False)
 
 
 TWO = dict(dkv_consumers=2, dq_consumers=2)
@@ -162,7 +163,7 @@ def test_launches_are_persistent_where_a_block_has_several_items() -> None:
         config = dataclasses.replace(
             mosaic_gpu.default_config(spec, H200), multiprocessors=multiprocessors
         )
-        for of in gradient_storage.passes(spec, config):
+        for of in gradient_storage.passes(spec, dataclasses.replace(config, **ONCE)):
             assert not of.persistent and of.blocks == of.items
         for of in gradient_storage.passes(spec, dataclasses.replace(config, **PERSISTENT)):
             assert of.persistent == persistent
@@ -182,7 +183,7 @@ def test_slots_ahead_leave_room(options: dict[str, Any]) -> None:
     for D in range(16, 257, 16):
         spec = spec_of(B=64, T=1024, S=1024, D=D, V=D, **options)
         config = mosaic_gpu.default_config(spec, H200)
-        both = [config, dataclasses.replace(config, **PERSISTENT)]
+        both = [dataclasses.replace(config, **own) for own in (ONCE, PERSISTENT)]
         for once, of in zip(*(gradient_storage.passes(spec, own) for own in both), strict=True):
             changed = dict(most_blocks=None, own_x_slots=1, own_y_slots=1)
             assert of.fits and dataclasses.replace(of, **changed) == once

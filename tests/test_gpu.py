@@ -25,9 +25,10 @@ import pytest
 
 import ato_jax
 from ato_jax import device
+from ato_jax.backend import Residuals
 from ato_jax.ops.attention import mosaic_gpu as attention_mosaic
 from ato_jax.ops.attention import xla as attention_xla
-from ato_jax.ops.attention.spec import REST_UNITS
+from ato_jax.ops.attention.spec import REST_UNITS, Outputs
 from ato_jax.ops.linear_attention import mosaic_gpu as linear_attention_mosaic
 from ato_jax.ops.linear_attention import xla as linear_attention_xla
 from tests import numerics, sanitize
@@ -306,6 +307,45 @@ def test_rounding_of_mosaic_gpu(
     share = jnp.where(jnp.abs(exact) < 1e-4, jnp.inf, jnp.abs(exact))
     assert float(jnp.max(jnp.abs(both - exact) / share)) < 0.55 * unit
     assert float(jnp.max(jnp.abs(out - exact) / share)) > 100 * unit
+
+
+@of_mosaic_attention
+@pytest.mark.parametrize(
+    ("T", "D", "G", "layout", "causal"),
+    [
+        (1024, 64, 8, "bthd", False),
+        (777, 64, 4, "bhtd", True),
+        (1024, 128, 8, "bthd", False),
+        (777, 128, 2, "bhtd", False),
+        (1000, 128, 8, "bthd", True),
+        (1024, 256, 8, "bhtd", False),
+        (1003, 256, 4, "bthd", True),
+    ],
+)
+def test_blocks_of_mosaic_gpu_with_many_items(
+    T: int, D: int, G: int, layout: str, causal: bool
+) -> None:
+    """They give the same bits as blocks with one item each."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=2, T=T, H=8, G=G, D=D, layout=layout)
+    request, _ = numerics.prepare("attention", *qkv, causal=causal, layout=layout)
+    spec, inputs = request.spec.for_backward(), request.inputs
+    of_call = attention_mosaic.default_config(spec, device.of_call(()))
+    names = ("persistent", "own_outputs", "dkv_persistent", "dq_persistent")
+    one = dataclasses.replace(of_call, **dict.fromkeys(names, False))
+    many = dataclasses.replace(one, multiprocessors=7, **dict.fromkeys(names, True))
+    many = dataclasses.replace(many, own_outputs=D <= 128)  # else it has no room
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(config: Any, inputs: Any, dout: jax.Array) -> Any:
+        outputs = attention_mosaic.forward(spec, config, inputs)
+        residuals = Residuals(inputs, outputs)
+        return outputs, attention_mosaic.backward(spec, config, residuals, Outputs(dout, None))
+
+    dout = jax.random.normal(jax.random.key(7), inputs.q.shape, inputs.q.dtype)
+    found, wanted = (jax.tree.leaves(run(config, inputs, dout)) for config in (many, one))
+    assert len(found) == len(wanted) >= 6
+    assert all(map(jnp.array_equal, found, wanted))
 
 
 @of_mosaic_attention

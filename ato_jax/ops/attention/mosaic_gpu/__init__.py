@@ -90,30 +90,69 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     plain = spec.left is None and spec.softcap is None and not (spec.segments or lengths)
     plain = plain and spec.bias is None and spec.mask is None and not spec.dropout_rate
     plain = plain and not sums_by_query(spec)
-    most = 3 if widest <= 64 else 2
-    fill = functools.partial(_filling, most, device.multiprocessors)
-    of_queries, of_keys = fill(spec.T, spec.B * spec.H), fill(spec.S, spec.B * spec.G)
+    fill = functools.partial(_filling, device.multiprocessors)
+    most, most_of_gradients = _most_consumers(spec, plain), 3 if widest <= 64 else 2
+    consumers = fill(most, spec.T, spec.B * spec.H)
+    dq_consumers = fill(most_of_gradients, spec.T, spec.B * spec.H)
+    dkv_consumers = fill(most_of_gradients, spec.S, spec.B * spec.G)
+    ahead = plain and _pays_to_load_ahead(spec)
+    gradients_ahead = plain and _pays_to_load_gradients_ahead(spec)
     few_keys = two_planes or (widest > 128 and not reads_eight_bits(spec))
     keys = 64 if few_keys else 128
     sets_aside = reads_eight_bits(spec) and spec.S > frame.MOST_KEYS_OF_SUMS
     config = Config(
-        consumers=of_queries,
+        consumers=consumers,
         rows=64,
         keys=keys,
         stages=2,
-        turns=of_queries > 1,
+        turns=consumers > 1,
+        persistent=ahead,
+        own_outputs=ahead,
         multiprocessors=device.multiprocessors,
-        dkv_consumers=of_keys,
-        dq_consumers=of_queries,
+        dkv_consumers=dkv_consumers,
+        dq_consumers=dq_consumers,
         dq_keys=128 if 64 < widest <= 128 and plain else 64,
         dq_hold=widest > 64,
-        dq_turns=widest > 128 and of_queries > 1,
+        dq_turns=widest > 128 and dq_consumers > 1,
+        dkv_persistent=gradients_ahead,
+        dq_persistent=gradients_ahead,
         steps_of_sums=frame.MOST_KEYS_OF_SUMS // keys if sets_aside else 0,
     )
     return config if _fits(spec, config) else dataclasses.replace(config, stages=1)
 
 
-def _filling(most: int, multiprocessors: int, rows: int, heads: int) -> int:
+def _most_consumers(spec: AttentionSpec, plain: bool) -> int:
+    """In a block of the forward kernel. Three have tiles of 192 queries: the last tile of a short
+    sequence is then mostly empty, and what a backward pass needs spills."""
+    if max(spec.D, spec.V) > 64:
+        return 2
+    if spec.right is not None:
+        few = spec.S <= (4096 if spec.keep_rest else 1024)
+    else:
+        few = spec.S <= (1024 if spec.keep_rest else 256)
+    return 2 if plain and few and not reads_eight_bits(spec) else 3
+
+
+def _pays_to_load_ahead(spec: AttentionSpec) -> bool:
+    """Whether blocks of the forward kernel take several tiles. Where tiles see unlike numbers of
+    keys, the order in which blocks end is better than one that is fixed, but for short ones."""
+    widest = max(spec.D, spec.V)
+    if reads_eight_bits(spec) or widest > 128:
+        return False
+    return spec.right is None or spec.S <= (512 if widest > 64 else 1024)
+
+
+def _pays_to_load_gradients_ahead(spec: AttentionSpec) -> bool:
+    """Likewise of the backward kernels."""
+    widest = max(spec.D, spec.V)
+    if widest <= 64:
+        return False  # not measured
+    if spec.right is None:
+        return min(spec.T, spec.S) >= 256
+    return widest <= 128 and 256 < min(spec.T, spec.S) <= 512
+
+
+def _filling(multiprocessors: int, most: int, rows: int, heads: int) -> int:
     """The fewest warpgroups of 64 rows in a block with which all blocks run at once, or `most`."""
     for count in range(1, most):
         if -(-rows // (count * ROWS)) * heads <= multiprocessors:
