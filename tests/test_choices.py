@@ -76,6 +76,13 @@ def test_what_the_faq_tells_of_softmax_attention_on_hopper(row: Row, wanted: lis
     assert backends(row, "H100") == wanted
 
 
+@pytest.mark.parametrize("T, D, wanted", [(64, 8192, "triton.wide"), (1024, 512, "xla")])
+def test_exact_wide_heads_are_chosen_by_their_queries(T: int, D: int, wanted: str) -> None:
+    """Float32 on an H100 and an H200: one block of queries takes Triton's kernels."""
+    row = softmax(T=T, D=D, dtype="float32")
+    assert backends(row, "H100") == backends(row, "H200") == [wanted] * 3
+
+
 def test_callers_without_hoppers_kernel_run_cudnn() -> None:
     """Calls from PyTorch, whose ops lack `mosaic_gpu`."""
     spec = AttentionSpec(2, 1024, 1024, 16, 16, 128, 128, "bfloat16", 1.0)
