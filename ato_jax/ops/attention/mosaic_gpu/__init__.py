@@ -85,7 +85,8 @@ def _fits(spec: AttentionSpec, config: Config) -> bool:
 def default_config(spec: AttentionSpec, device: device.Device) -> Config:
     widest = max(spec.D, spec.V)
     two_planes = spec.bias is not None and spec.mask is not None
-    # With these the kernel for dq spills 60 to 540 bytes at D = 128, if a step has 128 keys.
+    # With the options that are not plain the kernel for dq spills 60 to 540 bytes at D = 128, if a
+    # step has 128 keys. Nor were persistent launches and other tiles measured with them.
     lengths = spec.q_lengths or spec.kv_lengths
     plain = spec.left is None and spec.softcap is None and not (spec.segments or lengths)
     plain = plain and spec.bias is None and spec.mask is None and not spec.dropout_rate
@@ -122,8 +123,9 @@ def default_config(spec: AttentionSpec, device: device.Device) -> Config:
 
 
 def _most_consumers(spec: AttentionSpec, plain: bool) -> int:
-    """In a block of the forward kernel. Three have tiles of 192 queries: the last tile of a short
-    sequence is then mostly empty, and what a backward pass needs spills."""
+    """The most warpgroups that multiply in a block of the forward kernel. With three, a tile has
+    192 queries: more of a short sequence's last tile is empty, and the kernel spills what a
+    backward pass needs."""
     if max(spec.D, spec.V) > 64:
         return 2
     if spec.right is not None:
@@ -134,8 +136,9 @@ def _most_consumers(spec: AttentionSpec, plain: bool) -> int:
 
 
 def _pays_to_load_ahead(spec: AttentionSpec) -> bool:
-    """Whether blocks of the forward kernel take several tiles. Where tiles see unlike numbers of
-    keys, the order in which blocks end is better than one that is fixed, but for short ones."""
+    """Whether a block of the forward kernel takes several tiles. Behind a causal mask tiles see
+    unlike numbers of keys, and persistent blocks, whose tiles are fixed beforehand, get unlike
+    amounts of work: there this pays for short sequences alone."""
     widest = max(spec.D, spec.V)
     if reads_eight_bits(spec) or widest > 128:
         return False
@@ -143,7 +146,7 @@ def _pays_to_load_ahead(spec: AttentionSpec) -> bool:
 
 
 def _pays_to_load_gradients_ahead(spec: AttentionSpec) -> bool:
-    """Likewise of the backward kernels."""
+    """Whether a block of the backward kernels takes several tiles, for the same reasons."""
     widest = max(spec.D, spec.V)
     if widest <= 64:
         return False  # not measured

@@ -31,8 +31,9 @@ that are cut (by causality, a window, segments, or the end of the keys) hide pai
 loops of their own around the one over whole blocks. In these p_t is computed behind both products.
 
 Where the launch is persistent, a block takes several tiles (`schedule.py`), and the rings count
-steps across them: MEMORY loads the next tile's first keys and values while out is made and stored,
-and its queries too if out has its own place in shared memory (`frame.has_own_outputs`).
+steps across them. If out has its own place in shared memory (`frame.has_own_outputs`), MEMORY loads
+the next tile's queries and first keys and values while out is made and stored. Otherwise it loads
+only the first keys ahead: the queries wait until out has left their place.
 
     symbol      shape           what it is
     q           [n, R, D]       a tile's queries

@@ -59,8 +59,8 @@ class Config:
       turns: whether the consumers take turns in issuing products.
       persistent: whether a block takes several tiles of queries, one after the other.
       own_outputs: whether out has a place of its own in shared memory, so that the next tile's
-        queries are loaded while out is made and stored. It has one anyway where V is not D, and
-        where the kernel reads 8 bits.
+        queries are loaded while out is made and stored. Out has such a place anyway where V is not
+        D, and where the kernel reads 8 bits.
       multiprocessors: of the device: the blocks of a persistent launch.
       dkv_consumers, dkv_queries, dkv_stages: of the kernel for dk and dv: its warpgroups that
         multiply, the queries of a step, and their slots.

@@ -20,11 +20,11 @@ from ato_jax.ops.attention.spec import REST_UNITS, AttentionSpec, rest_in_units
 
 # Adding it leaves the nearest whole number in the lowest bits of a float32 number.
 MAGIC = np.float32(1.5 * 2**23)
-# Takes two numbers of out, before ($1, $2) and after rounding ($3, $4). Their rests are from -127
-# to 127, so the lowest byte of each sum holds one. A conversion to integers would take four times
-# as long. Only a subnormal number may lose more than 127 units: then the byte wraps around. In
-# float16 such a number is below 2^-14, and a byte is at most 128 units of 2^-11 / 127 of it. So
-# whatever the byte is, it moves the number by less than 1.01 times 2^-25.
+# This text takes two numbers of out, before ($1, $2) and after rounding ($3, $4). Their rests are
+# from -127 to 127 units, so the lowest byte of each sum holds one. A conversion to integers would
+# take four times as long. Only a subnormal number may lose more than 127 units: then the byte wraps
+# around. In float16 such a number is below 2^-14, and a byte is at most 128 units of 2^-11 / 127 of
+# it. So whatever the byte is, it moves the number by less than 1.01 times 2^-25.
 OF_A_PAIR = """{{
 .reg .f32 x, y;
 .reg .b32 a, b;
@@ -71,7 +71,7 @@ selp.b32 own, 0x3276, 0x7632, odd;
 prmt.b32 high, kept, other, own;
 mov.b64 $0, {low, high};
 }"""
-# Of this layout a thread has eight columns side by side, and four threads 32.
+# In this layout a thread has eight columns side by side, and four threads have 32.
 IN_EIGHTS = plgpu.Layout.WGMMA_UPCAST_4X
 COLUMNS_OF_A_ROW = 32
 
