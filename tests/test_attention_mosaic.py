@@ -52,6 +52,14 @@ def draw(
     return [array(T, H, D), array(S or T, G, D), array(S or T, G, V or D)]
 
 
+def segment_ids(length: int, ends: list[int]) -> jax.Array:
+    """Of two batch entries: sorted ids, each up to one of `ends`, and ids that come back, some of
+    which a shorter side lacks."""
+    row = np.arange(length)
+    sorted_ones = np.searchsorted(ends, row, side="right")
+    return jnp.array([sorted_ones, (row // 50 * 77) % 4 + 300 * (row > 150)], jnp.int32)
+
+
 def forward(
     arrays: list[jax.Array], config: dict[str, Any] = SMALL, **options: Any
 ) -> dict[str, jax.Array]:
@@ -144,14 +152,9 @@ def test_lengths(sizes: Any, lengths: Any, options: Any) -> None:
 def test_segments(T: int, S: int, options: Any) -> None:
     """Sorted ones, one of them over whole blocks; and ids that come back, with some that the other
     side lacks."""
-
-    def ids(length: int) -> jax.Array:
-        row = np.arange(length)
-        sorted_ones = np.searchsorted([20, 45, 230, 280], row, side="right")
-        return jnp.array([sorted_ones, (row // 50 * 77) % 4 + 300 * (row > 150)], jnp.int32)
-
     arrays = draw(T=T, S=S, B=2, layout=options.get("layout", "bthd"))
-    forward(arrays, q_segment_ids=ids(T), kv_segment_ids=ids(S), **options)
+    of_queries, of_keys = (segment_ids(length, [20, 45, 230, 280]) for length in (T, S))
+    forward(arrays, q_segment_ids=of_queries, kv_segment_ids=of_keys, **options)
 
 
 LOWEST = float(np.finfo(np.float32).min)

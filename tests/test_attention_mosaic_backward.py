@@ -20,7 +20,7 @@ from ato_jax.ops.attention.spec import Outputs
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
-from tests.test_attention_mosaic import H200, draw, spec_of, with_nan
+from tests.test_attention_mosaic import H200, draw, segment_ids, spec_of, with_nan
 
 
 def gradients(
@@ -57,35 +57,39 @@ def test_numbers(sizes: Any, options: Any) -> None:
     gradients(draw(**sizes, layout=options.get("layout", "bthd")), **options)
 
 
+def of_lengths(arrays: list[Any]) -> tuple[list[Any], dict[str, jax.Array]]:
+    """Arrays of four batch entries with NaN in their padding, and the options that say what is
+    padding: a sequence without keys, and one that no query sees, are among them."""
+    T, S = arrays[0].shape[1], arrays[1].shape[1]
+    lengths = {
+        "q_lengths": jnp.array([T, 3, 0, 64], jnp.int32),
+        "kv_lengths": jnp.array([S, 128, 9, 70], jnp.int32),
+        "query_offset": jnp.array([-30, 10, 50, 10**6], jnp.int32),
+    }
+    of_arrays = [lengths["q_lengths"], lengths["kv_lengths"], lengths["kv_lengths"]]
+    arrays = [with_nan(x, length, "bthd") for x, length in zip(arrays, of_arrays, strict=True)]
+    return arrays, lengths
+
+
 @newest
 def test_lengths() -> None:
     """Padding holds NaN. A sequence without keys, one that no query sees, and a window."""
-    lengths = {
-        "q_lengths": jnp.array([200, 3, 0, 64], jnp.int32),
-        "kv_lengths": jnp.array([136, 128, 9, 70], jnp.int32),
-        "query_offset": jnp.array([-30, 10, 50, 10**6], jnp.int32),
-    }
-    arrays = draw(T=200, S=136, D=64, B=4)
-    of_arrays = [lengths["q_lengths"], lengths["kv_lengths"], lengths["kv_lengths"]]
-    arrays = [with_nan(x, length, "bthd") for x, length in zip(arrays, of_arrays, strict=True)]
+    arrays, lengths = of_lengths(draw(T=200, S=136, D=64, B=4))
     gradients(arrays, window=(70, 10), **lengths)
+
+
+def of_segments() -> tuple[list[Any], dict[str, jax.Array]]:
+    """Arrays of two batch entries with groups of two heads, and the segments of their rows."""
+    of_queries, of_keys = (segment_ids(length, [20, 45, 150, 190]) for length in (200, 136))
+    ids = {"q_segment_ids": of_queries, "kv_segment_ids": of_keys}
+    return draw(T=200, S=136, B=2, H=2, G=1), ids
 
 
 @newest
 def test_segments() -> None:
     """Sorted ones, and ids that come back, with some that the other side lacks; groups of two."""
-
-    def ids(length: int) -> Any:
-        row = np.arange(length)
-        sorted_ones = np.searchsorted([20, 45, 150, 190], row, side="right")
-        return jnp.array([sorted_ones, (row // 50 * 77) % 4 + 300 * (row > 150)], jnp.int32)
-
-    gradients(
-        draw(T=200, S=136, B=2, H=2, G=1),
-        causal=True,
-        q_segment_ids=ids(200),
-        kv_segment_ids=ids(136),
-    )
+    arrays, ids = of_segments()
+    gradients(arrays, causal=True, **ids)
 
 
 @newest

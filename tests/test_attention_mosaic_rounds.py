@@ -18,8 +18,8 @@ from ato_jax.ops.attention.mosaic_gpu import frame, gradient_storage, pairs, rou
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
-from tests.test_attention_mosaic import H200, draw, spec_of, with_nan
-from tests.test_attention_mosaic_backward import gradients
+from tests.test_attention_mosaic import H200, draw, spec_of
+from tests.test_attention_mosaic_backward import gradients, of_lengths, of_segments
 
 PERSISTENT = dict(dkv_persistent=True, dq_persistent=True)
 ONCE = dict(dkv_persistent=False, dq_persistent=False)
@@ -88,34 +88,15 @@ def test_numbers(sizes: Any, config: Any, options: Any, slots: list[Slots]) -> N
 )
 def test_lengths(sizes: Any, config: Any, options: Any) -> None:
     """Padding holds NaN. A sequence without keys, one that no query sees, and heads of a group."""
-    T, S = sizes["T"], sizes["S"]
-    lengths = {
-        "q_lengths": jnp.array([T, 3, 0, 64], jnp.int32),
-        "kv_lengths": jnp.array([S, 128, 9, 70], jnp.int32),
-        "query_offset": jnp.array([-30, 10, 50, 10**6], jnp.int32),
-    }
-    arrays = draw(**sizes, D=64)
-    of_arrays = [lengths["q_lengths"], lengths["kv_lengths"], lengths["kv_lengths"]]
-    arrays = [with_nan(x, length, "bthd") for x, length in zip(arrays, of_arrays, strict=True)]
+    arrays, lengths = of_lengths(draw(**sizes, D=64))
     in_rounds(arrays, config, **options, **lengths)
 
 
 @newest
 def test_segments() -> None:
     """Items of different numbers of steps, as ids come back."""
-
-    def ids(length: int) -> Any:
-        row = np.arange(length)
-        sorted_ones = np.searchsorted([20, 45, 150, 190], row, side="right")
-        return jnp.array([sorted_ones, (row // 50 * 77) % 4 + 300 * (row > 150)], jnp.int32)
-
-    in_rounds(
-        draw(T=200, S=136, B=2, H=2, G=1),
-        dict(multiprocessors=2),
-        causal=True,
-        q_segment_ids=ids(200),
-        kv_segment_ids=ids(136),
-    )
+    arrays, ids = of_segments()
+    in_rounds(arrays, dict(multiprocessors=2), causal=True, **ids)
 
 
 @newest
