@@ -9,6 +9,10 @@ A new plan runs once beside JAX on random tensors and must give the same bits. A
 program has other steps, or bytes that are not understood, gets a `ClosedError` in place of a plan;
 its calls go through JAX (`_bridge`), and a warning says so once for each reason.
 
+Tensors that are not contiguous, such as parts of a projection, are read where they lie if the
+kernels read them through tensor maps alone (`_strided`). Each pattern of strides is a plan of its
+own, which must give the bits of the plan for contiguous tensors. All other tensors are copied.
+
 ATO_TORCH_DIRECT=0 in the environment turns direct launches off, and that warning with them.
 """
 
@@ -19,19 +23,31 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
 import torch
 
-from ato_torch import _bridge, _compiling, _driver, _executable, _programs
+from ato_torch import (
+    _bridge,
+    _compiling,
+    _copies,
+    _driver,
+    _executable,
+    _programs,
+    _strided,
+)
 from ato_torch._errors import ClosedError, NoMemoryError, NotMeantError
 from ato_torch._kernels import Kernels, unload_retired
 from ato_torch._plan import Plan
 
 # An integer dtype for each element size in bytes, to compare bits.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# All bits of a float of any type set: NaN.
+NAN_BYTE = 0xFF
+# How many patterns of strides a function has plans for. Tensors with others are copied.
+MOST_STRIDED = 8
 # XLA's errors contain this word when memory is exhausted.
 XLA_NO_MEMORY = "RESOURCE_EXHAUSTED"
 # The environment variable that turns direct launches off.
@@ -63,7 +79,6 @@ def execute(
     """
     if not tensors[0].is_cuda:
         return _bridge.execute(function.jitted, tensors)
-    tensors = _bridge.dense(tensors)
     plan = plan_of(function, tensors)
     if isinstance(plan, ClosedError):
         if torch.cuda.is_current_stream_capturing():
@@ -72,13 +87,19 @@ def execute(
                 f"launches its work itself. This call does: {plan}"
             )
         return _bridge.execute(function.jitted, tensors)
-    return plan(tensors)
+    plan, copied = strided(function, plan, tensors)
+    return plan(
+        [
+            tensor.detach().contiguous() if is_copied else tensor
+            for tensor, is_copied in zip(tensors, copied, strict=True)
+        ]
+    )
 
 
 def plan_of(
     function: _programs.Function, tensors: Sequence[torch.Tensor]
 ) -> Plan | ClosedError:
-    """The function's plan for dense tensors of these shapes on a GPU, or why there is none."""
+    """The function's plan for contiguous tensors of these shapes on a GPU, or why there is none."""
     key = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
     try:
         return function.plans[key]
@@ -87,6 +108,7 @@ def plan_of(
     with function.planning:
         if key in function.plans:
             return function.plans[key]
+        tensors = _bridge.dense(tensors)
         # A plan takes a second to compile, so the 1st, 2nd, 4th, 8th, ... call tries again.
         calls = function.short_of_memory.get(key, 0) + 1
         if calls & (calls - 1):
@@ -129,16 +151,39 @@ def _warn_once(reason: str) -> None:
     )
 
 
+def strided(
+    function: _programs.Function, plan: Plan, tensors: Sequence[torch.Tensor]
+) -> tuple[Plan, tuple[bool, ...]]:
+    """A plan for tensors with these strides, and which of them must be made contiguous first.
+
+    `plan` is the function's plan for contiguous tensors of these shapes.
+    """
+    copied = tuple([not tensor.is_contiguous() for tensor in tensors])
+    if not any(copied):
+        return plan, copied
+    key = tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in tensors])
+    try:
+        return function.strided[key]
+    except KeyError:
+        pass
+    if torch.cuda.is_current_stream_capturing():  # the trial would be captured
+        return plan, copied
+    with function.planning:
+        if key not in function.strided and len(function.strided) < MOST_STRIDED:
+            function.strided[key] = _strided_plan(plan, tensors, copied)
+        return function.strided.get(key, (plan, copied))
+
+
 def ready(
     function: _programs.Function,
     tensors: Sequence[torch.Tensor],
     turned: Sequence[bool] = (),
     turned_results: Sequence[bool] = (),
-) -> Plan | None:
-    """The plan for tensors of these shapes and strides, or None if it would have to copy them.
+) -> tuple[Plan, tuple[bool, ...]] | None:
+    """The plan for tensors of these shapes and strides, and which must be made contiguous first.
 
     `turned` says which tensors, and `turned_results` which results, have their second and third
-    axis exchanged while their memory is unchanged.
+    axis exchanged while their memory is unchanged. None where there is no direct launch.
     """
     if not tensors[0].is_cuda:
         return None
@@ -147,12 +192,11 @@ def ready(
             tensor.transpose(1, 2) if is_turned else tensor
             for tensor, is_turned in zip(tensors, turned, strict=True)
         ]
-    if not all(tensor.is_contiguous() for tensor in tensors):
+    found = plan_of(function, tensors)
+    if isinstance(found, ClosedError):
         return None
-    plan = plan_of(function, _bridge.dense(tensors))
-    if isinstance(plan, ClosedError):
-        return None
-    return plan.turned(turned_results) if any(turned) else plan
+    plan, copied = strided(function, found, tensors)
+    return (plan.turned(turned_results) if any(turned) else plan), copied
 
 
 def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Plan | ClosedError:
@@ -187,6 +231,76 @@ def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Pla
         is_memory = isinstance(error, torch.OutOfMemoryError) or XLA_NO_MEMORY in str(error)
         kind = NoMemoryError if is_memory else ClosedError
         return kind(f"{type(error).__name__}: {error}")
+
+
+def _strided_plan(
+    plan: Plan, tensors: Sequence[torch.Tensor], copied: tuple[bool, ...]
+) -> tuple[Plan, tuple[bool, ...]]:
+    """What `strided` returns: `plan` with other tensor maps, or itself where the maps cannot be."""
+    arrays = {
+        n: _array(tensor)
+        for n, (tensor, is_copied) in enumerate(zip(tensors, copied, strict=True))
+        if is_copied and tensor.stride(-1) == 1
+    }
+    executable, read = _strided.restrided(plan.executable, arrays)
+    if not read:
+        return plan, copied
+    place = tensors[0].device
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(place):
+            found = plan.with_maps(executable)
+            like = [
+                tensor if n in read else tensor.contiguous() for n, tensor in enumerate(tensors)
+            ]
+            laid = _laid_out(_drawn(like), like, read)
+            wanted = plan([tensor.contiguous() for tensor in laid])
+            _compare(found(laid), wanted)
+            _compare(found(laid, as_graph=False), wanted)
+    except Exception as error:  # the driver may refuse the maps, or memory may be short
+        _raise_if_broken(place, error)
+        return plan, copied
+    return found, tuple(is_it and n not in read for n, is_it in enumerate(copied))
+
+
+def _array(tensor: torch.Tensor) -> _strided.Array:
+    width = tensor.element_size()
+    *sizes, last = tensor.shape
+    strides = [stride * width for stride in tensor.stride()[:-1]]
+    return _strided.Array((*sizes, last * width), (*strides, 1))
+
+
+def _laid_out(
+    drawn: Sequence[torch.Tensor], like: Sequence[torch.Tensor], which: Container[int]
+) -> list[torch.Tensor]:
+    """Copies of some of `drawn` that lie as those of `like` do, with NaN around them.
+
+    Those that share memory share it here, so that they take no more of it than the original.
+    """
+    spans: dict[int, tuple[int, int]] = {}  # where each piece of memory begins and ends
+    for n, tensor in enumerate(like):
+        if n in which:
+            first = tensor.data_ptr()
+            end = first + _copies.span_of(tensor) * tensor.element_size()
+            begin, behind = spans.get(_memory(tensor), (first, end))
+            spans[_memory(tensor)] = min(begin, first), max(behind, end)
+    memory = {
+        number: torch.full((end - begin,), NAN_BYTE, dtype=torch.uint8, device=like[0].device)
+        for number, (begin, end) in spans.items()
+    }
+    found = []
+    for n, (numbers, tensor) in enumerate(zip(drawn, like, strict=True)):
+        if n in which:
+            begin, _ = spans[_memory(tensor)]
+            part = memory[_memory(tensor)][tensor.data_ptr() - begin :]
+            whole = part[: len(part) // tensor.element_size() * tensor.element_size()]
+            laid = whole.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            numbers = laid.copy_(numbers)
+        found.append(numbers)
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _raise_if_broken(place: torch.device, error: Exception) -> None:

@@ -11,6 +11,7 @@ of the graph its nodes get the addresses of the call.
 from __future__ import annotations
 
 import collections
+import copy
 import ctypes
 import functools
 import struct
@@ -111,6 +112,7 @@ class Kernels:
     def __init__(self, executable: _executable.Executable) -> None:
         driver = _driver.library()
         self.context = ctypes.c_void_p()
+        self.loaded_by: Kernels | None = None
         self.of_launches: dict[_executable.Launch, ctypes.c_void_p] = {}
         # The bytes of each launch's parameters; those of addresses are 0.
         self.constant_bytes: dict[_executable.Launch, bytes] = {}
@@ -152,6 +154,19 @@ class Kernels:
                 raise ClosedError(f"{constant} has {size.value} bytes in the machine code")
             _write(address, constant.content)
             self.constants.append(address.value)
+
+
+    def with_maps(self, before: _executable.Executable, after: _executable.Executable) -> Kernels:
+        """These kernels for `after`, which differs from `before`, theirs, in tensor maps alone."""
+        found = copy.copy(self)
+        # Only its finalizer unloads the modules.
+        found.loaded_by = self
+        found.of_launches, found.constant_bytes = {}, {}
+        for one, other in zip(before.steps, after.steps, strict=True):
+            if isinstance(one, _executable.Launch) and isinstance(other, _executable.Launch):
+                found.of_launches[other] = self.of_launches[one]
+                found.constant_bytes[other] = constant_bytes(other)
+        return found
 
 
 def layout_of(launch: _executable.Launch) -> list[tuple[int, int]]:

@@ -24,10 +24,12 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ato_jax import device
-from ato_torch import _bridge, _calls, _direct, _modes, _profiling, _programs
+from ato_torch import _bridge, _calls, _copies, _direct, _modes, _profiling, _programs
 
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _calls.PARAMETERS
+# How many backward passes a known call keeps, by strides of cotangents and by needed gradients.
+MOST_BACKWARDS = 16
 TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
 
 
@@ -113,14 +115,15 @@ def ready(
     """
     function = program.forward if differentiates else program.answer
     outputs = program.timed if differentiates else program.timed[: program.answers]
-    lie = [tensor.transpose(1, 2) if turned else tensor for tensor in tensors]
-    copied = [not tensor.is_contiguous() for tensor in lie]
-    # The backward pass would keep copies of expanded tensors, which are larger than the originals.
-    if any(copied) and differentiates and any(0 in tensor.stride() for tensor in tensors):
+    found = _direct.ready(function, tensors, (turned,) * len(tensors), outputs)
+    if found is None:
         return None
-    dense = _copies(tensors, copied)
-    plan = _direct.ready(function, dense, (turned,) * len(tensors), outputs)
-    if plan is None:
+    plan, copied = found
+    # The backward pass would keep copies that are larger than the originals.
+    if differentiates and any(
+        is_copied and tensor.numel() > _copies.span_of(tensor)
+        for tensor, is_copied in zip(tensors, copied, strict=True)
+    ):
         return None
     call: Callable[[Tensors], Tensors] = plan
     if differentiates:
@@ -131,18 +134,7 @@ def ready(
             return apply(known, *tensors)
 
         call = recorded
-    return (lambda tensors: call(_copies(tensors, copied))) if any(copied) else call
-
-
-def _copies(tensors: Tensors, which: Sequence[bool]) -> list[torch.Tensor]:
-    """The tensors, copied where `which` says so; a copy has the order of axes of the original.
-
-    The backward pass keeps the copies in place of the originals, and need not copy again.
-    """
-    return [
-        tensor.clone() if is_copied else tensor
-        for tensor, is_copied in zip(tensors, which, strict=True)
-    ]
+    return _copies.with_copies(call, tensors, copied, (turned,) * len(tensors))
 
 
 class _Known:
@@ -151,36 +143,43 @@ class _Known:
     def __init__(self, program: _programs.Program, plan: _direct.Plan, turned: bool) -> None:
         self.program, self.plan, self.turned = program, plan, turned
         self.answers = program.answers
-        # Plans of the backward pass by the gradients needed, each with the strides it is for.
-        self.backwards: dict[Any, tuple[_direct.Plan | None, list[Any]]] = {}
+        # Calls of the backward pass by the gradients needed and the strides of the cotangent, each
+        # with the strides of all its tensors.
+        self.backwards: dict[Any, tuple[Callable[[Tensors], Tensors] | None, list[Any]]] = {}
 
     def backward(self, needed: tuple[bool, ...], tensors: list[torch.Tensor]) -> Any:
         """The needed gradients, from q, k, v, the outputs and the cotangent of the first output.
 
         None where there is no plan for their strides.
         """
-        out, cotangent = tensors[len(needed)], tensors[-1]
-        if cotangent.stride() != out.stride():
-            tensors[-1] = torch.empty_like(out).copy_(cotangent)
         strides = [tensor.stride() for tensor in tensors]
+        key = needed, strides[-1]
         try:
-            plan, known = self.backwards[needed]
+            call, known = self.backwards[key]
         except KeyError:
-            plan, known = self._backward(needed, tensors), strides
-            if plan is not None or not self.program.waits_for_memory:
-                self.backwards[needed] = plan, known
-        if plan is None or strides != known:
+            call, known = self._backward(needed, tensors), strides
+            if call is not None or not self.program.waits_for_memory:
+                if len(self.backwards) >= MOST_BACKWARDS:
+                    self.backwards.clear()
+                self.backwards[key] = call, known
+        if call is None or strides != known:
             return None
         if _profiling.is_on():
-            return _profiling.named(self.program, functools.partial(plan, tensors), backward=True)
-        return plan(tensors)
+            return _profiling.named(self.program, functools.partial(call, tensors), backward=True)
+        return call(tensors)
 
-    def _backward(self, needed: tuple[bool, ...], tensors: Tensors) -> _direct.Plan | None:
+    def _backward(
+        self, needed: tuple[bool, ...], tensors: Tensors
+    ) -> Callable[[Tensors], Tensors] | None:
         outputs = len(tensors) - len(needed) - 1
         given = (True,) + (False,) * (outputs - 1)
         function = self.program.backward(needed, given)
         turned, gradients = self.turned_ones(needed, given)
-        return _direct.ready(function, tensors, turned, gradients)
+        found = _direct.ready(function, tensors, turned, gradients)
+        if found is None:
+            return None
+        plan, copied = found
+        return _copies.with_copies(plan, tensors, copied, turned)
 
     def turned_ones(
         self, needed: tuple[bool, ...], given: tuple[bool, ...]

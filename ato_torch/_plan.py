@@ -51,7 +51,9 @@ class Place(NamedTuple):
 
 
 class Plan:
-    """An executable on one GPU, ready to run on dense tensors.
+    """An executable on one GPU, ready to run on tensors with the strides of its tensor maps.
+
+    These are contiguous tensors, unless `with_maps` was given others.
 
     Args:
       executable: the program.
@@ -101,6 +103,14 @@ class Plan:
             (_exchanged(size), _exchanged(stride), dtype) if is_it else (size, stride, dtype)
             for (size, stride, dtype), is_it in zip(self.facts, which, strict=False)
         ]
+        return plan
+
+    def with_maps(self, executable: _executable.Executable) -> Plan:
+        """This plan with other tensor maps in its executable."""
+        plan = copy.copy(self)
+        plan.executable = executable
+        plan.kernels = self.kernels.with_maps(self.executable, executable)
+        plan.idle = collections.defaultdict(list)
         return plan
 
     def __call__(
@@ -160,7 +170,10 @@ def unread_memory(place: torch.device) -> torch.Tensor:
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, at an aligned address."""
-    return tensor.detach().resolve_neg().clone(memory_format=torch.preserve_format)
+    copied = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return copied.copy_(tensor.detach())
 
 
 def _exchanged(numbers: tuple[int, ...]) -> tuple[int, ...]:

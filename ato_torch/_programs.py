@@ -27,13 +27,16 @@ from ato_torch._calls import Arrays, Call, Shapes, parse
 class Function:
     """A function of arrays, jitted.
 
-    `plans` and `short_of_memory` belong to `_direct`, which changes them while it holds `planning`.
+    `plans`, `strided` and `short_of_memory` belong to `_direct`, which changes them while it holds
+    `planning`.
     """
 
     def __init__(self, traced: Callable[..., list[jax.Array]], place: jax.Device) -> None:
         self.traced = traced
         self.jitted = _compiling.jit(traced, place)
         self.plans: dict[Any, Any] = {}
+        # Plans for tensors that are not contiguous, by shapes, dtypes and strides.
+        self.strided: dict[Any, Any] = {}
         # The number of calls that asked for a plan and found no memory, by shapes and dtypes.
         self.short_of_memory: dict[Any, int] = {}
         self.planning = threading.Lock()

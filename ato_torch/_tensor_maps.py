@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ato_torch import _elf
+from ato_torch import _elf, _mosaic
 from ato_torch._mosaic import (
     MAP_BYTES,
     MOST_AXES,
@@ -34,6 +34,8 @@ ENTRY = f"{METADATA}.ArgIndexToTmaInfoEntry"
 DESCRIPTION = "stream_executor.gpu.TmaDescriptorProto"
 # CUDA's number for the unsigned integer of so many bytes: XLA tells of an element its size alone.
 ELEMENTS = {1: 0, 2: 1, 4: 2, 8: 4}
+# The bytes of an element by CUDA's number for its type.
+WIDTHS = {number: size for size, number in [*ELEMENTS.items(), *_mosaic.ELEMENTS.values()]}
 # XLA numbers these as CUDA does.
 SWIZZLES, PROMOTIONS = range(4), range(4)
 # Bytes: of an address in a tensor map.
@@ -100,6 +102,10 @@ def _tensor_map(fields: Message) -> TensorMap:
 
 def _reach(what: TensorMap) -> int:
     """How many bytes from its address on a tensor map describes."""
-    width = {number: size for size, number in ELEMENTS.items()}[what.element]
     rest = zip(what.sizes[1:], what.strides, strict=True)
-    return what.sizes[0] * width + sum((size - 1) * stride for size, stride in rest)
+    return what.sizes[0] * width_of(what) + sum((size - 1) * stride for size, stride in rest)
+
+
+def width_of(what: TensorMap) -> int:
+    """The bytes of an element of a tensor map of XLA or of Mosaic GPU."""
+    return WIDTHS[what.element]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ato_torch import _bridge, _calls, _direct, _executable, _ops, _programs
+from ato_torch import _calls, _direct, _executable, _ops, _programs
 
 # What sees every operator that a thread calls.
 Mode = TorchDispatchMode
@@ -21,8 +21,9 @@ DIRECT, THROUGH_JAX = "direct", "through JAX"
 class Road:
     """How one pass is launched.
 
-    `road` is "direct" if PyTorch launches the kernels itself, and `why` then lists them. Otherwise
-    it is "through JAX", and `why` is the reason.
+    `road` is "direct" if PyTorch launches the kernels itself, and `why` then lists them, after a
+    note of how many tensors are copied because the kernels cannot read them where they lie.
+    Otherwise it is "through JAX", and `why` is the reason.
     """
 
     road: str
@@ -112,11 +113,13 @@ class _Recorder(Mode):
 def _road(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Road:
     if not tensors[0].is_cuda:
         return Road(THROUGH_JAX, f"tensors on {tensors[0].device.type}, not on a CUDA device")
-    plan = _direct.plan_of(function, _bridge.dense(tensors))
+    plan = _direct.plan_of(function, tensors)
     if isinstance(plan, _direct.ClosedError):
         return Road(THROUGH_JAX, str(plan))
     names = [
         step.name if isinstance(step, _executable.Launch) else type(step).__name__.lower()
         for step in plan.executable.steps
     ]
-    return Road(DIRECT, ", ".join(names))
+    copied = sum(_direct.strided(function, plan, tensors)[1])
+    ahead = [f"a copy of {copied} tensor{'s' * (copied > 1)}"] if copied else []
+    return Road(DIRECT, ", ".join([*ahead, *names]))

@@ -1,0 +1,57 @@
+"""Copies of tensors that a call's kernels cannot read where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+
+def with_copies(
+    call: Callable[[Tensors], Tensors],
+    like: Tensors,
+    copied: Sequence[bool],
+    turned: Sequence[bool],
+) -> Callable[[Tensors], Tensors]:
+    """The call with copies of some of its tensors, which have the strides of `like`.
+
+    The backward pass keeps the copies in place of the originals, and need not copy again.
+    """
+    if not any(copied):
+        return call
+    copies = [
+        _copy_of(tensor, is_turned) if is_copied else None
+        for tensor, is_copied, is_turned in zip(like, copied, turned, strict=True)
+    ]
+
+    def copying(tensors: Tensors) -> Tensors:
+        return call(
+            [
+                tensor if copy is None else copy(tensor)
+                for tensor, copy in zip(tensors, copies, strict=True)
+            ]
+        )
+
+    return copying
+
+
+def _copy_of(like: torch.Tensor, turned: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that makes a tensor contiguous, or contiguous with axes exchanged if `turned`."""
+    kept = torch.empty_like(like, device="meta")
+    if (kept.transpose(1, 2) if turned else kept).is_contiguous():
+        return torch.clone
+    if turned:
+        return lambda tensor: tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    return torch.Tensor.contiguous
+
+
+def span_of(tensor: torch.Tensor) -> int:
+    """How many elements of its memory lie from the tensor's first to its last.
+
+    Fewer than the tensor has: some of them share memory, as in expanded tensors and in windows that
+    overlap.
+    """
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps)
