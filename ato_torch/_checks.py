@@ -362,11 +362,17 @@ def are_transposed(*tensors: torch.Tensor) -> bool:
 
     A projection leaves its tensors in this order, [B, T, H, D] in memory, also as parts of a larger
     tensor. Calls on them compute in this order: parts are copied faster, and the result has the
-    same order.
+    same order. A tensor with one head or one row has either order, and follows the others.
     """
-    return not all(tensor.is_contiguous() for tensor in tensors) and all(
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return False
+    turned = [
         tensor.transpose(1, 2).is_contiguous() or tensor.stride(1) < tensor.stride(2)
         for tensor in tensors
+    ]
+    return any(turned) and all(
+        is_turned or 1 in tensor.shape[1:3]
+        for is_turned, tensor in zip(turned, tensors, strict=True)
     )
 
 
