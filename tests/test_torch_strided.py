@@ -24,6 +24,7 @@ from ato_torch import (  # noqa: E402
     _executable,
     _kernels,
     _mosaic,
+    _ops,
     _plan,
     _programs,
     _strided,
@@ -126,6 +127,10 @@ READABLE = {
     "axes of one": (
         mosaic_map((1, 16, 1, 1, 64), (1024, 64, 64, 64, 1)),
         part_of(1, 16, 1, 64, axis=3),
+    ),
+    "an axis of one with any stride": (
+        mosaic_map((2 * 16, 64), (64, 1)),
+        part_of(2, 16, 1, 64, axis=3).as_strided((2, 1, 16, 64), (16 * 192, 7, 192, 1)),
     ),
     "rows as one axis": (
         mosaic_map((2 * 16, 3 * 64), (3 * 64, 1)),
@@ -427,6 +432,14 @@ def test_a_trial_reads_nothing_beside_the_parts():
     assert len(storage) == 7 * 24 + 12 and storage.isnan().sum() == 7 * 12
 
 
+def test_what_no_map_describes_is_not_tried(by_maps, monkeypatch):
+    """Tensors without a contiguous axis, and expanded ones."""
+    monkeypatch.setattr(_direct, "_laid_out", lambda *_: pytest.fail("it was tried"))
+    for x in (torch.randn(2, 4, 16)[..., ::2], torch.randn(1, 4, 8).expand(SHAPE)):
+        plan, found, copied = strided(function(), [x, torch.randn(SHAPE)])
+        assert found is plan and copied == (True, False)
+
+
 def test_patterns_of_strides_are_bounded(by_maps):
     asked = function()
     y = torch.randn(SHAPE)
@@ -573,6 +586,24 @@ def test_what_shares_memory_is_not_kept_in_full(known):  # noqa: F811
             ato_torch.attention(*leaves)
         assert known
         known.reads_strides = False
+
+
+def test_cotangents_of_any_strides(known):  # noqa: F811
+    """Each has a backward pass by a plan, and so many of these are kept."""
+    _checked_calls.checked.clear()
+    leaves = [x[:, :, :9].clone().requires_grad_() for x in inputs(torch.float32, "cpu")]
+    for _ in range(2):
+        CALLS["attention"](*leaves)
+    cotangent, wanted = torch.randn(B, H, 9, D), None
+    for n in [*range(_ops.MOST_BACKWARDS + 2), *range(3)]:
+        wide = torch.empty(B, H, 9, D + n)[..., :D].copy_(cotangent)
+        out = CALLS["attention"](*leaves)
+        known.clear()
+        found = torch.autograd.grad(out, leaves, wide)
+        assert len(known) == 1
+        wanted = found if wanted is None else wanted
+        torch.testing.assert_close(found, wanted)
+        assert 0 < len(out.grad_fn.known.backwards) <= _ops.MOST_BACKWARDS
 
 
 ORDERS = {
