@@ -679,7 +679,7 @@ def of_a_projection(batch, length, heads, groups, columns):
     whole = drawn(batch, length, (heads + 2 * groups) * columns)
     sizes = [count * columns for count in (heads, groups, groups)]
     leaves = [
-        part.view(batch, length, -1, columns).transpose(1, 2).requires_grad_()
+        part.view(batch, length, -1, columns).transpose(1, 2).detach().requires_grad_()
         for part in whole.split(sizes, -1)
     ]
     return leaves, drawn(batch, length, heads, columns).transpose(1, 2)
