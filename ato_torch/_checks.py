@@ -370,10 +370,12 @@ def are_transposed(*tensors: torch.Tensor) -> bool:
         tensor.transpose(1, 2).is_contiguous() or tensor.stride(1) < tensor.stride(2)
         for tensor in tensors
     ]
-    return any(turned) and all(
-        is_turned or 1 in tensor.shape[1:3]
+    deciding = [
+        is_turned
         for is_turned, tensor in zip(turned, tensors, strict=True)
-    )
+        if 1 not in tensor.shape[1:3]
+    ]
+    return all(deciding or turned)
 
 
 def stacked(name: str, pieces: Any) -> torch.Tensor:

@@ -50,8 +50,8 @@ def _copy_of(like: torch.Tensor, turned: bool) -> Callable[[torch.Tensor], torch
 def span_of(tensor: torch.Tensor) -> int:
     """How many elements of its memory lie from the tensor's first to its last.
 
-    Fewer than the tensor has: some of them share memory, as in expanded tensors and in windows that
-    overlap.
+    If these are fewer than the tensor's own, some of its elements share memory, as in expanded
+    tensors and in windows that overlap.
     """
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)

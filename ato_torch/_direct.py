@@ -108,12 +108,12 @@ def plan_of(
     with function.planning:
         if key in function.plans:
             return function.plans[key]
-        tensors = _bridge.dense(tensors)
         # A plan takes a second to compile, so the 1st, 2nd, 4th, 8th, ... call tries again.
         calls = function.short_of_memory.get(key, 0) + 1
         if calls & (calls - 1):
             found: Plan | ClosedError = NoMemoryError("there was no memory to try its launches")
         else:
+            tensors = _bridge.dense(tensors)
             found = _build(function, tensors)
             if isinstance(found, NoMemoryError):
                 # JAX and the driver cannot use the memory that PyTorch keeps cached.
