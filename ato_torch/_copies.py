@@ -48,10 +48,10 @@ def _copy_of(like: torch.Tensor, turned: bool) -> Callable[[torch.Tensor], torch
 
 
 def span_of(tensor: torch.Tensor) -> int:
-    """How many elements of its memory lie from the tensor's first to its last.
+    """The number of elements that the memory from the tensor's first to its last element can hold.
 
-    If these are fewer than the tensor's own, some of its elements share memory, as in expanded
-    tensors and in windows that overlap.
+    It is smaller than the tensor's own number of elements if some of them share memory, as in
+    expanded tensors and in windows that overlap.
     """
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)
