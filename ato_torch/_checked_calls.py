@@ -36,7 +36,7 @@ class CheckedCall:
         self.transposed = False
         # (whether they are exchanged, outputs) -> what the public function returns
         self.finish: Finish
-        # The direct launch: None if it was not looked for yet, False if there is none.
+        # The direct launch: None if it is not known yet, False if there is none.
         self.ready: Callable[[_ops.Tensors], _ops.Tensors] | Literal[False] | None = None
 
     def fill(
@@ -65,9 +65,7 @@ class CheckedCall:
                 return self.finish(False, _profiling.named(program, named))
             return self.finish(False, self.ready(tensors))
         if self.ready is None:
-            found = _ops.ready(program, tensors, self.differentiates, self.transposed)
-            if found is not None or not program.waits_for_memory:
-                self.ready = found or False
+            self.ready = _ops.ready(program, tensors, self.differentiates, self.transposed)
         if self.transposed:
             tensors = [tensor.transpose(1, 2) for tensor in tensors]
         outputs = _ops.run_plainly(program, tensors, self.differentiates)

@@ -11,7 +11,8 @@ its calls go through JAX (`_bridge`), and a warning says so once for each reason
 
 Tensors that are not contiguous, such as parts of a projection, are read where they lie if the
 kernels read them through tensor maps alone (`_strided`). Each pattern of strides is a plan of its
-own, which must give the bits of the plan for contiguous tensors. All other tensors are copied.
+own, which must give the bits of the plan for contiguous tensors. Its trial allocates all memory
+from the first element of such a tensor to its last. All other tensors are copied.
 
 ATO_TORCH_DIRECT=0 in the environment turns direct launches off, and that warning with them.
 """
@@ -24,7 +25,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import torch
@@ -48,6 +49,13 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 NAN_BYTE = 0xFF
 # How many patterns of strides a function has plans for. Tensors with others are copied.
 MOST_STRIDED = 8
+# How many patterns of strides without a plan a function remembers. Others may be tried again.
+MOST_REFUSED = 64
+# The trial of a pattern of strides takes at most this many times the memory of all the call's
+# tensors. The parts of a projection span it once, whichever of them are read where they lie; the
+# factor leaves room for a projection with more parts than query, key and value. One layer of a
+# cache for many layers spans all of them.
+MOST_SPANNED = 4
 # XLA's errors contain this word when memory is exhausted.
 XLA_NO_MEMORY = "RESOURCE_EXHAUSTED"
 # The environment variable that turns direct launches off.
@@ -158,6 +166,14 @@ def strided(
 
     `plan` is the function's plan for contiguous tensors of these shapes.
     """
+    found = _settled(function, plan, tensors)
+    return found or (plan, tuple([not tensor.is_contiguous() for tensor in tensors]))
+
+
+def _settled(
+    function: _programs.Function, plan: Plan, tensors: Sequence[torch.Tensor]
+) -> tuple[Plan, tuple[bool, ...]] | None:
+    """The result of `strided`; None if a later call may find a plan that copies less."""
     copied = tuple([not tensor.is_contiguous() for tensor in tensors])
     if not any(copied):
         return plan, copied
@@ -166,12 +182,25 @@ def strided(
         return function.strided[key]
     except KeyError:
         pass
-    if torch.cuda.is_current_stream_capturing():  # the trial would be captured
+    if function.refused.get(key) == 0:
         return plan, copied
+    if torch.cuda.is_current_stream_capturing():  # the trial would be captured
+        return None
     with function.planning:
-        if key not in function.strided and len(function.strided) < MOST_STRIDED:
-            function.strided[key] = _strided_plan(plan, tensors, copied)
-        return function.strided.get(key, (plan, copied))
+        if key in function.strided:  # another thread has tried it
+            return function.strided[key]
+        if len(function.strided) >= MOST_STRIDED:
+            return plan, copied
+        # A trial that finds no memory is repeated by the 2nd, 4th, 8th, ... call.
+        calls = function.refused.pop(key, 0) + 1
+        found = None if calls & (calls - 1) else _strided_plan(plan, tensors, copied)
+        if found is not None and found[0] is not plan:
+            function.strided[key] = found
+        else:
+            if len(function.refused) >= MOST_REFUSED:
+                function.refused.clear()
+            function.refused[key] = calls if found is None else 0
+        return found
 
 
 def ready(
@@ -179,14 +208,15 @@ def ready(
     tensors: Sequence[torch.Tensor],
     turned: Sequence[bool] = (),
     turned_results: Sequence[bool] = (),
-) -> tuple[Plan, tuple[bool, ...]] | None:
+) -> tuple[Plan, tuple[bool, ...]] | Literal[False] | None:
     """The plan for tensors of these shapes and strides, and which must be made contiguous first.
 
     `turned` says which tensors, and `turned_results` which results, have their second and third
-    axis exchanged while their memory is unchanged. None where there is no direct launch.
+    axis exchanged while their memory is unchanged. False where there is no direct launch, and None
+    where a later call may find another answer.
     """
     if not tensors[0].is_cuda:
-        return None
+        return False
     if any(turned):
         tensors = [
             tensor.transpose(1, 2) if is_turned else tensor
@@ -194,8 +224,11 @@ def ready(
         ]
     found = plan_of(function, tensors)
     if isinstance(found, ClosedError):
+        return None if isinstance(found, NoMemoryError) else False
+    settled = _settled(function, found, tensors)
+    if settled is None:
         return None
-    plan, copied = strided(function, found, tensors)
+    plan, copied = settled
     return (plan.turned(turned_results) if any(turned) else plan), copied
 
 
@@ -235,15 +268,18 @@ def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Pla
 
 def _strided_plan(
     plan: Plan, tensors: Sequence[torch.Tensor], copied: tuple[bool, ...]
-) -> tuple[Plan, tuple[bool, ...]]:
-    """What `strided` returns: `plan` with other tensor maps, or itself where the maps cannot be."""
+) -> tuple[Plan, tuple[bool, ...]] | None:
+    """The result of `strided`: `plan` with other tensor maps, or itself where the maps cannot be.
+
+    None if there was no memory for the trial.
+    """
     arrays = {
         n: _array(tensor)
         for n, (tensor, is_copied) in enumerate(zip(tensors, copied, strict=True))
         if is_copied and tensor.stride(-1) == 1
     }
     executable, read = _strided.restrided(plan.executable, arrays)
-    if not read:
+    if not read or _is_far_apart(tensors, read):
         return plan, copied
     place = tensors[0].device
     try:
@@ -256,7 +292,9 @@ def _strided_plan(
             wanted = plan([tensor.contiguous() for tensor in laid])
             _compare(found(laid), wanted)
             _compare(found(laid, as_graph=False), wanted)
-    except Exception as error:  # the driver may refuse the maps, or memory may be short
+    except torch.OutOfMemoryError:
+        return None
+    except Exception as error:  # the driver may refuse the maps
         _raise_if_broken(place, error)
         return plan, copied
     return found, tuple(is_it and n not in read for n, is_it in enumerate(copied))
@@ -276,13 +314,7 @@ def _laid_out(
 
     Those that share memory share it here, so that they take no more of it than the original.
     """
-    spans: dict[int, tuple[int, int]] = {}  # where each piece of memory begins and ends
-    for n, tensor in enumerate(like):
-        if n in which:
-            first = tensor.data_ptr()
-            end = first + _copies.span_of(tensor) * tensor.element_size()
-            begin, behind = spans.get(_memory(tensor), (first, end))
-            spans[_memory(tensor)] = min(begin, first), max(behind, end)
+    spans = _spans(like, which)
     memory = {
         number: torch.full((end - begin,), NAN_BYTE, dtype=torch.uint8, device=like[0].device)
         for number, (begin, end) in spans.items()
@@ -297,6 +329,27 @@ def _laid_out(
             numbers = laid.copy_(numbers)
         found.append(numbers)
     return found
+
+
+def _spans(
+    tensors: Sequence[torch.Tensor], which: Container[int]
+) -> dict[int, tuple[int, int]]:
+    """The first address of some tensors in each piece of memory, and the end of the last one."""
+    spans: dict[int, tuple[int, int]] = {}
+    for n, tensor in enumerate(tensors):
+        if n in which:
+            first = tensor.data_ptr()
+            end = first + _copies.span_of(tensor) * tensor.element_size()
+            begin, behind = spans.get(_memory(tensor), (first, end))
+            spans[_memory(tensor)] = min(begin, first), max(behind, end)
+    return spans
+
+
+def _is_far_apart(tensors: Sequence[torch.Tensor], which: Container[int]) -> bool:
+    """Whether the trial with some of the tensors read where they lie takes too much memory."""
+    spanned = sum(end - begin for begin, end in _spans(tensors, which).values())
+    given = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return spanned > MOST_SPANNED * given
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
@@ -106,25 +106,25 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
 
 def ready(
     program: _programs.Program, tensors: Tensors, differentiates: bool, turned: bool
-) -> Callable[[Tensors], Tensors] | None:
+) -> Callable[[Tensors], Tensors] | Literal[False] | None:
     """A function that does what `run_plainly` does, for q, k and v of these shapes and strides.
 
-    It skips all checks of its tensors. None where there is no direct launch. If `turned`, the
-    tensors that it takes and the outputs have their second and third axis exchanged while their
-    memory is unchanged.
+    It skips all checks of its tensors. If `turned`, the tensors that it takes and the outputs have
+    their second and third axis exchanged while their memory is unchanged. False where there is no
+    direct launch, and None where a later call may find another answer.
     """
     function = program.forward if differentiates else program.answer
     outputs = program.timed if differentiates else program.timed[: program.answers]
     found = _direct.ready(function, tensors, (turned,) * len(tensors), outputs)
-    if found is None:
-        return None
+    if not found:
+        return found
     plan, copied = found
     # The backward pass would keep copies that are larger than the originals.
     if differentiates and any(
         is_copied and tensor.numel() > _copies.span_of(tensor)
         for tensor, is_copied in zip(tensors, copied, strict=True)
     ):
-        return None
+        return False
     call: Callable[[Tensors], Tensors] = plan
     if differentiates:
         known = _Known(program, plan, turned)
@@ -145,7 +145,7 @@ class _Known:
         self.answers = program.answers
         # Calls of the backward pass by the gradients needed and the strides of the cotangent, each
         # with the strides of all its tensors.
-        self.backwards: dict[Any, tuple[Callable[[Tensors], Tensors] | None, list[Any]]] = {}
+        self.backwards: dict[Any, tuple[Callable[[Tensors], Tensors] | Literal[False], Any]] = {}
 
     def backward(self, needed: tuple[bool, ...], tensors: list[torch.Tensor]) -> Any:
         """The needed gradients, from q, k, v, the outputs and the cotangent of the first output.
@@ -157,12 +157,14 @@ class _Known:
         try:
             call, known = self.backwards[key]
         except KeyError:
-            call, known = self._backward(needed, tensors), strides
-            if call is not None or not self.program.waits_for_memory:
-                if len(self.backwards) >= MOST_BACKWARDS:
-                    self.backwards.clear()
-                self.backwards[key] = call, known
-        if call is None or strides != known:
+            found, known = self._backward(needed, tensors), strides
+            if found is None:
+                return None
+            if len(self.backwards) >= MOST_BACKWARDS:
+                self.backwards.clear()
+            call = found
+            self.backwards[key] = call, known
+        if not call or strides != known:
             return None
         if _profiling.is_on():
             return _profiling.named(self.program, functools.partial(call, tensors), backward=True)
@@ -170,14 +172,14 @@ class _Known:
 
     def _backward(
         self, needed: tuple[bool, ...], tensors: Tensors
-    ) -> Callable[[Tensors], Tensors] | None:
+    ) -> Callable[[Tensors], Tensors] | Literal[False] | None:
         outputs = len(tensors) - len(needed) - 1
         given = (True,) + (False,) * (outputs - 1)
         function = self.program.backward(needed, given)
         turned, gradients = self.turned_ones(needed, given)
         found = _direct.ready(function, tensors, turned, gradients)
-        if found is None:
-            return None
+        if not found:
+            return found
         plan, copied = found
         return _copies.with_copies(plan, tensors, copied, turned)
 

@@ -27,8 +27,8 @@ from ato_torch._calls import Arrays, Call, Shapes, parse
 class Function:
     """A function of arrays, jitted.
 
-    `plans`, `strided` and `short_of_memory` belong to `_direct`, which changes them while it holds
-    `planning`.
+    `plans`, `strided`, `refused` and `short_of_memory` belong to `_direct`, which changes them
+    while it holds `planning`.
     """
 
     def __init__(self, traced: Callable[..., list[jax.Array]], place: jax.Device) -> None:
@@ -37,6 +37,9 @@ class Function:
         self.plans: dict[Any, Any] = {}
         # Plans for tensors that are not contiguous, by shapes, dtypes and strides.
         self.strided: dict[Any, Any] = {}
+        # Patterns without such a plan: the number of calls that found no memory for the trial, and
+        # 0 for a pattern that is always copied.
+        self.refused: dict[Any, int] = {}
         # The number of calls that asked for a plan and found no memory, by shapes and dtypes.
         self.short_of_memory: dict[Any, int] = {}
         self.planning = threading.Lock()
@@ -86,11 +89,6 @@ class Program(programs.Program):
     def batched_backward(self, level: tuple[bool, ...], facts: Any) -> Program:
         """The program of this call with its backward pass under one more vmap."""
         return of_call(self.call.inside_backward(level), self.place, facts)
-
-    @property
-    def waits_for_memory(self) -> bool:
-        """Whether a direct launch failed for want of memory, so that a later one may succeed."""
-        return any(function.short_of_memory for function in self._functions)
 
     def is_pinned(self) -> bool:
         plans = [plan for function in self._functions for plan in list(function.plans.values())]

@@ -376,7 +376,7 @@ def test_a_plan_of_strides_keeps_the_kernels(by_maps, monkeypatch):
     assert not retired
 
 
-@pytest.mark.parametrize("fault", ["the driver refuses", "other bits", "an error", "no memory"])
+@pytest.mark.parametrize("fault", ["the driver refuses", "other bits", "an error"])
 def test_what_keeps_tensors_from_being_read_so(by_maps, monkeypatch, fault):
     """Then they are copied as before, and it is not tried again."""
     asked = function()
@@ -386,8 +386,6 @@ def test_what_keeps_tensors_from_being_read_so(by_maps, monkeypatch, fault):
 
     def laid_out(*arguments, laid_out=_direct._laid_out):
         tries.append(fault)
-        if fault == "no memory":
-            raise torch.OutOfMemoryError("planted")
         return laid_out(*arguments)
 
     monkeypatch.setattr(_direct, "_laid_out", laid_out)
@@ -405,6 +403,55 @@ def test_what_keeps_tensors_from_being_read_so(by_maps, monkeypatch, fault):
     by_maps.refused = by_maps.ignores_strides = False
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert torch.equal(_direct.execute(asked, parts)[0], parts[0] + 2 * parts[1])
+
+
+def test_a_trial_without_memory_is_repeated(by_maps, monkeypatch):
+    """Ever less often, as a plan is; no caller keeps the copies for its later calls."""
+    asked = function()
+    parts = rows_of(torch.randn(2, 4, 16))
+    plan = _direct.plan_of(asked, parts)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    tries, calls = [], []
+
+    def laid_out(*arguments, laid_out=_direct._laid_out):
+        tries.append(len(calls) + 1)
+        if len(tries) < 3:
+            raise torch.OutOfMemoryError("planted")
+        return laid_out(*arguments)
+
+    monkeypatch.setattr(_direct, "_laid_out", laid_out)
+    for _ in range(3):
+        calls.append(_direct.ready(asked, parts))
+    assert calls == [None] * 3 and not asked.strided
+    assert torch.equal(_direct.execute(asked, parts)[0], parts[0] + 2 * parts[1])
+    assert tries == [1, 2, 4] and not asked.refused
+    found, copied = _direct.ready(asked, parts)
+    assert found is not plan and copied == (False, False)
+
+
+def test_a_small_part_of_much_memory_is_copied(by_maps, monkeypatch):
+    """The trial would take all of the memory between its first and its last element."""
+    y = torch.randn(SHAPE)
+
+    def layer(of):
+        return torch.randn(2, of, 4, 8)[:, 0], y
+
+    # x spans (layers + 1) * 32 elements; x and y have 128.
+    for layers, is_read in [(2, True), (15, True), (16, False), (1000, False)]:
+        with monkeypatch.context() as patched:
+            if not is_read:
+                patched.setattr(_direct, "_laid_out", lambda *_: pytest.fail("it was tried"))
+            plan, found, copied = strided(function(), layer(layers))
+        assert copied == (not is_read, False) and (found is plan) != is_read
+
+
+def test_one_part_of_a_wide_projection_is_read(by_maps):
+    """It spans the whole projection, which is no more than the call's tensors together."""
+    whole = torch.randn(2, 4, 8 * 11)
+    x = whole[..., 80:]
+    assert _direct._is_far_apart([x], {0})
+    q, k = (whole[..., n : n + size].contiguous() for n, size in ((0, 64), (64, 8)))
+    assert not _direct._is_far_apart([q, k, x], {2})
 
 
 def test_a_trial_that_breaks_the_gpu_is_an_error(by_maps):
@@ -450,16 +497,38 @@ def test_patterns_of_strides_are_bounded(by_maps):
     assert len(asked.strided) == _direct.MOST_STRIDED
 
 
+def test_a_refused_pattern_takes_no_place(by_maps, monkeypatch):
+    """Nor is it looked at twice; so many are remembered."""
+    asked, looked = function(), []
+    restrided = _strided.restrided
+    monkeypatch.setattr(
+        _strided, "restrided", lambda *given: looked.append(1) or restrided(*given)
+    )
+    y = torch.randn(SHAPE)
+    for n in range(_direct.MOST_REFUSED + 2):
+        refused = torch.randn(2, 4, 16 + n)[..., : 2 * 8 : 2], y
+        for _ in range(2):
+            assert strided(asked, refused)[2] == (True, False)
+        assert len(looked) == n + 1 and 0 < len(asked.refused) <= _direct.MOST_REFUSED
+    x = torch.randn(2, 4, 16)[..., :8]
+    assert strided(asked, [x, y])[2] == (False, False) and len(asked.strided) == 1
+
+
 def test_nothing_is_tried_while_a_graph_is_captured(by_maps, monkeypatch):
     asked = function()
     parts = rows_of(torch.randn(2, 4, 16))
     plan = _direct.plan_of(asked, parts)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert _direct.strided(asked, plan, parts) == (plan, (True, True)) and not asked.strided
+    with monkeypatch.context() as patched:  # a caller that keeps its answers asks again
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        assert _direct.ready(asked, parts) is None
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     found, copied = _direct.strided(asked, plan, parts)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert _direct.strided(asked, plan, parts) == (found, (False, False)) == (found, copied)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert _direct.ready(asked, parts) == (found, copied)
 
 
 def test_a_call_copies_what_it_must(by_maps, monkeypatch):
