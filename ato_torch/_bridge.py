@@ -91,13 +91,16 @@ def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     return [
         tensor
-        if tensor.is_contiguous()
-        and (pointer := tensor.data_ptr())
-        and not pointer % ALIGNMENT
-        and not tensor.is_neg()
+        if tensor.is_contiguous() and not is_unreadable(tensor)
         else tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
         for tensor in tensors
     ]
+
+
+def is_unreadable(tensor: torch.Tensor) -> bool:
+    """Whether a kernel cannot read the tensor at its address, whatever its strides."""
+    pointer = tensor.data_ptr()
+    return bool(pointer % ALIGNMENT or not pointer or tensor.is_neg())
 
 
 class _Exchange:

@@ -203,6 +203,18 @@ def _settled(
         return found
 
 
+def copies(function: _programs.Function, plan: Plan, tensors: Sequence[torch.Tensor]) -> int:
+    """How many of the tensors a call copies; `plan` is as in `strided`."""
+    _, copied = strided(function, plan, tensors)
+    read = [tensor for tensor, is_it in zip(tensors, copied, strict=True) if not is_it]
+    if not any(map(_bridge.is_unreadable, read)):
+        return sum(copied)
+    # The plan for contiguous tensors takes the place of the one with other tensor maps.
+    return sum(
+        not tensor.is_contiguous() or _bridge.is_unreadable(tensor) for tensor in tensors
+    )
+
+
 def ready(
     function: _programs.Function,
     tensors: Sequence[torch.Tensor],
@@ -229,7 +241,7 @@ def ready(
     if settled is None:
         return None
     plan, copied = settled
-    return (plan.turned(turned_results) if any(turned) else plan), copied
+    return (plan.turned(turned_results, turned) if any(turned) else plan), copied
 
 
 def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Plan | ClosedError:

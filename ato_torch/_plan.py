@@ -73,6 +73,10 @@ class Plan:
         kernels: Kernels,
     ) -> None:
         self.executable, self.index = executable, like[0].device.index
+        # The plan for contiguous tensors, if this one is for others.
+        self.contiguous: Plan | None = None
+        # Which tensors have their second and third axis exchanged; the others may be left out.
+        self.exchanged: Sequence[bool] = ()
         self.facts = [(tuple(one.shape), one.stride(), one.dtype) for one in results]
         bases, self.scratch_bytes = _bases(executable, like, results)
         self.places = [
@@ -93,12 +97,16 @@ class Plan:
         """Whether a CUDA graph of the caller may hold its launches."""
         return self.kernels.loaded.is_captured
 
-    def turned(self, which: Sequence[bool]) -> Plan:
+    def turned(self, which: Sequence[bool], tensors: Sequence[bool] = ()) -> Plan:
         """This plan with the second and third axis of some results exchanged, memory unchanged.
 
         `which` says of each result whether its axes are exchanged; it may be longer than results.
+        `tensors` says it of the tensors that the plan is called with.
         """
         plan = copy.copy(self)
+        plan.exchanged = tensors
+        if self.contiguous is not None:
+            plan.contiguous = self.contiguous.turned(which, tensors)
         plan.facts = [
             (_exchanged(size), _exchanged(stride), dtype) if is_it else (size, stride, dtype)
             for (size, stride, dtype), is_it in zip(self.facts, which, strict=False)
@@ -108,7 +116,7 @@ class Plan:
     def with_maps(self, executable: _executable.Executable) -> Plan:
         """This plan with other tensor maps in its executable."""
         plan = copy.copy(self)
-        plan.executable = executable
+        plan.executable, plan.contiguous = executable, self
         plan.kernels = self.kernels.with_maps(self.executable, executable)
         plan.idle = collections.defaultdict(list)
         return plan
@@ -119,12 +127,14 @@ class Plan:
         if torch._C._cuda_getDevice() != self.index:
             with torch.cuda.device(self.index):
                 return self(tensors, as_graph)
-        tensors = [
-            _aligned(tensor)
-            if (pointer := tensor.data_ptr()) & MISALIGNED or not pointer or tensor.is_neg()
-            else tensor
-            for tensor in tensors
-        ]
+        if any(
+            [
+                (pointer := tensor.data_ptr()) & MISALIGNED or not pointer or tensor.is_neg()
+                for tensor in tensors
+            ]
+        ):
+            # A copy with the strides of a part would take the memory of the whole.
+            return (self.contiguous or self)(_dense(tensors, self.exchanged), as_graph)
         results = [empty_strided(*fact) for fact in self.facts]
         addresses = self.fixed.copy()
         addresses += [tensor.data_ptr() for tensor in tensors]
@@ -168,12 +178,11 @@ def unread_memory(place: torch.device) -> torch.Tensor:
     return torch.empty(UNREAD_BYTES, dtype=torch.uint8, device=place)
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, at an aligned address."""
-    copied = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return copied.copy_(tensor.detach())
+def _dense(tensors: Sequence[torch.Tensor], exchanged: Sequence[bool]) -> list[torch.Tensor]:
+    """`_bridge.dense` of tensors of which some have their second and third axis exchanged."""
+    which = {n for n, is_it in enumerate(exchanged) if is_it}
+    found = _bridge.dense([x.transpose(1, 2) if n in which else x for n, x in enumerate(tensors)])
+    return [x.transpose(1, 2) if n in which else x for n, x in enumerate(found)]
 
 
 def _exchanged(numbers: tuple[int, ...]) -> tuple[int, ...]:

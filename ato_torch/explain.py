@@ -120,6 +120,6 @@ def _road(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Road
         step.name if isinstance(step, _executable.Launch) else type(step).__name__.lower()
         for step in plan.executable.steps
     ]
-    copied = sum(_direct.strided(function, plan, tensors)[1])
+    copied = _direct.copies(function, plan, tensors)
     ahead = [f"a copy of {copied} tensor{'s' * (copied > 1)}"] if copied else []
     return Road(DIRECT, ", ".join([*ahead, *names]))

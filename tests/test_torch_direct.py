@@ -847,7 +847,8 @@ def test_memory_may_suffice_another_time(building, driver, monkeypatch, error):
 
 
 def test_roads_are_told(monkeypatch, driver):
-    on_gpu = [types.SimpleNamespace(is_cuda=True)] * 2
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    on_gpu = [torch.ones(4)] * 2
     for found, copied, told in [
         (_direct.ClosedError("it is old"), (), "through JAX (it is old)"),
         (plan(), (False, False), "direct (add, copy, times, fill)"),
@@ -868,7 +869,7 @@ def test_a_known_call_waits_for_memory_too(building, driver, monkeypatch):
     def build(function, tensors):
         if is_short[0]:
             return _direct.NoMemoryError("planted")
-        return types.SimpleNamespace(is_captured=False, turned=lambda which: calls.append)
+        return types.SimpleNamespace(is_captured=False, turned=lambda *_: calls.append)
 
     monkeypatch.setattr(_direct, "_build", build)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -959,7 +960,7 @@ class Zeros:
             for info in jax.eval_shape(function.traced, *arrays)
         ]
 
-    def turned(self, which):
+    def turned(self, which, tensors):
         found = copy.copy(self)
         found.results = exchanged(self.results, which[: len(self.results)])
         return found

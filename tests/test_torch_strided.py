@@ -532,16 +532,17 @@ def test_nothing_is_tried_while_a_graph_is_captured(by_maps, monkeypatch):
 
 
 def test_a_call_copies_what_it_must(by_maps, monkeypatch):
-    """Parts are passed on as they are; those at odd addresses and negated ones keep their strides;
-    what is expanded is copied."""
+    """Parts are passed on as they are; where one lies at an odd address or is negated, all are
+    copied, into no more memory than their elements take; what is expanded is copied."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     asked = function()
     x, y = rows_of(torch.randn(2, 4, 16))
-    given = []
+    given, stored = [], []
     call = _plan.Plan.__call__
 
     def recorded(self, tensors, as_graph=True):
         given.append([(tensor.data_ptr(), tensor.stride()) for tensor in tensors])
+        stored[:] = [tensor.untyped_storage().nbytes() for tensor in tensors]
         return call(self, tensors, as_graph)
 
     monkeypatch.setattr(_plan.Plan, "__call__", recorded)
@@ -550,9 +551,21 @@ def test_a_call_copies_what_it_must(by_maps, monkeypatch):
         assert given[-1] == [(part.data_ptr(), part.stride()) for part in (x, y)]
     odd = torch.empty(2 * 4 * 16 + 1)[1:].view(2, 4, 16)[..., :8].copy_(x)
     assert odd.data_ptr() % 16 and odd.stride() == x.stride()
+    plan = _direct.plan_of(asked, [x, y])
+    assert _direct.copies(asked, plan, [x, y]) == 0
     for one, other in ((odd, y), (torch._neg_view(x), y)):
         assert torch.equal(_direct.execute(asked, [one, other])[0], one + 2 * other)
+        assert stored == [BYTES, BYTES]
+        assert _direct.copies(asked, plan, [one, other]) == 2
+        # With two axes exchanged, of the tensors and of the result.
+        turned = [part.transpose(1, 2) for part in (one, other)]
+        ready, copied = _direct.ready(asked, turned, (True, True), (True,))
+        assert copied == (False, False)
+        assert torch.equal(ready(turned)[0], turned[0] + 2 * turned[1])
+        assert stored == [BYTES, BYTES]
     assert len(asked.strided) == 1
+    aside = torch.empty(2 * 4 * 8 + 1)[1:].view(SHAPE)
+    assert _direct.copies(asked, plan, [aside, x.contiguous()]) == 1
     expanded = torch.randn(1, 4, 8).expand(SHAPE)
     assert torch.equal(_direct.execute(asked, [expanded, y])[0], expanded + 2 * y)
     assert given[-1][0][1] == (32, 8, 1) and given[-1][1] == (y.data_ptr(), y.stride())
