@@ -775,6 +775,7 @@ def of_a_projection(batch, length, heads, groups, columns):
     [
         ((2, 1024, 4, 4, 64), True),
         ((2, 1024, 4, 2, 64), True),
+        ((2, 1024, 4, 4, 32), True),
         ((1, 2048, 4, 4, 128), True),
         ((2, 1003, 4, 4, 128), True),
         # Batch and head are one axis of the tensor maps.
