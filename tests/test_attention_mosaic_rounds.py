@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from ato_jax.ops.attention import mosaic_gpu
-from ato_jax.ops.attention.mosaic_gpu import frame, gradient_storage, pairs, rounds
+from ato_jax.ops.attention.mosaic_gpu import (
+    frame,
+    gradient_storage,
+    pairs,
+    rounds,
+    visibility,
+)
+from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -38,7 +45,7 @@ def in_rounds(
     spec = request.spec.for_backward()
     of_call = dataclasses.replace(mosaic_gpu.default_config(spec, H200), **PERSISTENT, **config)
     passes = gradient_storage.passes(spec, of_call)
-    assert all(of.persistent and of.items > of.blocks for of in passes)
+    assert all(of.persistent and of.deal.units > of.blocks for of in passes)
     if slots is not None:
         assert [(of.own_x_slots, of.own_y_slots) for of in passes] == slots
     gradients(arrays, PERSISTENT | config, **options)
@@ -48,9 +55,9 @@ def in_rounds(
 @pytest.mark.parametrize(
     "sizes, config, options, slots",
     [
-        # Own rows in two slots, and of dq dout in one. Three items of one block, one of another.
+        # Own rows in two slots, and of dq dout in one. One block takes all items.
         (
-            dict(T=200, D=128, H=2),
+            dict(T=200, D=128, B=2, H=2),
             dict(multiprocessors=1, dq_keys=128) | TWO,
             dict(causal=True),
             [(2, 1), (2, 2)],
@@ -69,6 +76,13 @@ def in_rounds(
             dict(T=203, S=141, D=64, V=128, H=4, G=2, dtype="float16"),
             dict(multiprocessors=3, dq_consumers=1, dkv_consumers=1),
             dict(return_lse=True, softcap=2.0, sinks=jnp.array([0.5, -jnp.inf, 0.0, 1.0])),
+            [(2, 2), (2, 2)],
+        ),
+        # Three tiles of three heads: middle tiles of two heads, and of the last one alone.
+        (
+            dict(T=136, D=64, H=3, G=3),
+            dict(multiprocessors=2, dq_consumers=1, dkv_consumers=1),
+            dict(causal=True),
             [(2, 2), (2, 2)],
         ),
     ],
@@ -103,7 +117,7 @@ def test_segments() -> None:
 @pytest.mark.parametrize(
     "letters, sizes, options",
     [
-        (dict(bias="BHTS"), dict(T=72, S=128, H=2, G=1), dict(causal=True, softcap=2.0)),
+        (dict(bias="BHTS"), dict(T=72, S=128, B=2, H=2), dict(causal=True, softcap=2.0)),
         (dict(bias="B11S", mask="BHT1"), dict(T=72, S=136, H=2, B=2), {}),
         (dict(bias="1HT1", mask="11TS"), dict(T=72, S=64, H=2, B=2), dict(dropout_rate=0.3)),
         ({}, dict(T=72, S=136, H=2, G=1, B=2, dtype="float16"), dict(dropout_rate=0.3)),
@@ -119,23 +133,106 @@ def test_bias_mask_and_dropout(letters: dict[str, str], sizes: Any, options: Any
     in_rounds(draw(**sizes), dict(multiprocessors=1), **arrays, **options)
 
 
-@pytest.mark.parametrize("items", [8, 20, 21, 27])
-def test_each_item_has_one_block(items: int) -> None:
-    """All blocks take as many, or one less; the first ones of a round are the heaviest."""
+def taken_by(deal: rounds.Deal) -> list[list[tuple[int, int, int]]]:
+    """Batch entry, head and tile of each item that each block takes, in its order."""
+    most = 2 * -(-deal.units // deal.blocks)
 
-    def append(turn: Any, number: Any, carried: Any) -> Any:
-        return carried.at[turn].set(number)
+    def append(turn: Any, place: Any, carried: Any) -> Any:
+        return carried.at[turn].set(jnp.stack([jnp.int32(x) for x in place]))
 
-    taken = []
-    for block in range(7):
-        start = jnp.full(4, -1)
-        count, numbers = rounds.each(items, 7, jnp.int32(block), append, start)
-        assert int(count) in (items // 7, items // 7 + 1)
-        assert (numbers >= 0).tolist() == [turn < count for turn in range(4)]
-        taken += numbers[:count].tolist()
-    assert sorted(taken) == list(range(items))
-    both = [[int(rounds.number_of(jnp.int32(t), 7, b)) for b in (0, 6)] for t in range(2)]
-    assert both == [[0, 6], [13, 7]]
+    def items(block: Any) -> Any:
+        return deal.each(block, append, jnp.full((most, 3), -1))
+
+    counts, places = jax.jit(jax.vmap(items))(jnp.arange(deal.blocks))
+    assert ((np.asarray(places) >= 0).all(2) == (np.arange(most) < counts[:, None])).all()
+    return [
+        [(b, h, row // deal.rows) for b, h, row in own[:count].tolist()]
+        for own, count in zip(np.asarray(places), np.asarray(counts), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("causal, ascending", [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    "batches, heads, tiles, group, blocks",
+    [
+        (2, 3, 8, 4, 7),  # groups of unlike sizes
+        (1, 2, 8, 2, 7),  # one block more than it takes turns
+        (2, 3, 5, 6, 7),  # middle tiles
+        (3, 3, 5, 2, 4),  # the last one alone, in several groups
+        (1, 5, 3, 5, 7),
+        (3, 3, 1, 2, 4),
+        (3, 3, 2, 2, 8),
+        (1, 1, 9, 1, 1),
+    ],
+)
+def test_blocks_take_units_of_equal_weight(
+    batches: int, heads: int, tiles: int, group: int, blocks: int, causal: bool, ascending: bool
+) -> None:
+    deal = rounds.Deal(batches, heads, tiles, 64, group, causal, ascending, blocks)
+    assert deal.persistent
+    taken = taken_by(deal)
+    every = [(b, h, t) for b in range(batches) for h in range(heads) for t in range(tiles)]
+    assert sorted(item for own in taken for item in own) == every
+    order = range(tiles)[:: -1 if causal and ascending else 1]  # heaviest first
+    weight = {tile: tiles - n if causal else 1 for n, tile in enumerate(order)}
+    loads = [sum(weight[tile] for *_, tile in own) for own in taken]
+    in_pairs = causal and tiles > 1
+    assert max(loads) - min(loads) <= (tiles + 1 if in_pairs else 1)
+    for own in taken if in_pairs else []:
+        for one, other in zip(own[::2], own[1::2], strict=False):
+            assert weight[one[2]] + weight[other[2]] == tiles + 1
+            if one[2] == tiles // 2 == other[2]:
+                assert tiles % 2 and one[:2] != other[:2]
+            else:
+                assert weight[one[2]] > weight[other[2]] and one[:2] == other[:2]
+    share = max(loads) / np.mean(loads)
+    assert share <= deal.imbalance * (1 + 1e-6)
+    assert share == pytest.approx(deal.imbalance) or (in_pairs and deal.items % 2)
+
+
+@pytest.mark.parametrize(
+    "sizes, of_units",
+    [
+        (dict(T=1000, S=1000), 1.02),
+        (dict(T=1000, S=2000, offset=1000), 1.2),  # first keys have more queries in all
+        (dict(T=1000, S=1000, left=200), 1.2),  # first queries have fewer keys
+    ],
+)
+def test_blocks_take_as_many_steps(sizes: Any, of_units: float) -> None:
+    """Forward, dq, and dk and dv: the heavy tile of each pair comes first."""
+    spec = spec_of(**dict(right=0, B=5, H=4, G=4) | sizes)
+    config = dataclasses.replace(
+        mosaic_gpu.default_config(spec, H200), persistent=True, multiprocessors=7, **PERSISTENT
+    )
+    limits = visibility.limits_of(spec, None, None)
+    schedule = Schedule(spec, config)
+    launches = [(schedule.deal, limits, config.keys, spec.S)]
+    for of in gradient_storage.passes(spec, config):
+        own = visibility.exchanged(spec, limits) if of.of_keys else limits
+        launches.append((of.deal, own, of.others, of.other[0].length))
+    for deal, own, others, length in launches:
+        blocks = -(-length // others)
+        seen = [
+            visibility.ranges(own, jnp.int32(tile * deal.rows), deal.rows, others, blocks)
+            for tile in range(deal.tiles)
+        ]
+        steps = [int(one.end - one.first) for one in seen]
+        taken = taken_by(deal)
+        for items in taken:
+            for one, other in zip(items[::2], items[1::2], strict=True):
+                assert steps[one[2]] >= steps[other[2]] or "left" in sizes
+        loads = [sum(steps[tile] for *_, tile in items) for items in taken]
+        assert max(loads) / np.mean(loads) <= of_units * deal.imbalance
+
+
+def test_units_of_a_group_are_side_by_side() -> None:
+    """Three heads in groups of two, with five tiles each, the last one the heaviest."""
+    taken = taken_by(rounds.Deal(1, 3, 5, 64, 2, True, True, 7))
+    pairs_of = [own[:2] for own in taken]
+    heads = [0, 1, 0, 1, 2, 2]
+    wanted = [[(0, h, 4 - p), (0, h, p)] for h, p in zip(heads, [0, 0, 1, 1, 0, 1], strict=True)]
+    assert pairs_of == [*wanted, [(0, 0, 2), (0, 1, 2)]]
+    assert taken[0][2:] == [(0, 2, 2)]
 
 
 def test_launches_are_persistent_where_a_block_has_several_items() -> None:
@@ -145,10 +242,10 @@ def test_launches_are_persistent_where_a_block_has_several_items() -> None:
             mosaic_gpu.default_config(spec, H200), multiprocessors=multiprocessors
         )
         for of in gradient_storage.passes(spec, dataclasses.replace(config, **ONCE)):
-            assert not of.persistent and of.blocks == of.items
+            assert not of.persistent and of.blocks == of.deal.items
         for of in gradient_storage.passes(spec, dataclasses.replace(config, **PERSISTENT)):
             assert of.persistent == persistent
-            assert of.blocks == (7 if persistent else of.items)
+            assert of.blocks == (7 if persistent else of.deal.items)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ of the gradients, and has what XLA computes around them.
     gradient_pairs.py                       p and ds of a block of pairs
     visibility.py, segments.py, pairs.py,   the options: bounds and lengths, segments, bias and
     dropout.py                              mask, dropout
-    schedule.py, rounds.py                  which items a block takes: forward and, in persistent
-                                            launches, backward
+    rounds.py, schedule.py                  which items a block takes; the forward kernel's schedule
     float8.py, transposition.py, sums.py    arrays of 8 bits
     frame.py                                block sizes, and how heads lie in tiles
 

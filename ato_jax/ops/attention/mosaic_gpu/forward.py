@@ -30,7 +30,7 @@ is in flight; at step 0, and where one over pairs has float32, once s_t is known
 that are cut (by causality, a window, segments, or the end of the keys) hide pairs: step 0, and
 loops of their own around the one over whole blocks. In these p_t is computed behind both products.
 
-Where the launch is persistent, a block takes several tiles (`schedule.py`), and the rings count
+Where the launch is persistent, a block takes several tiles (`rounds.py`), and the rings count
 steps across them. If out has its own place in shared memory (`frame.has_own_outputs`), MEMORY loads
 the next tile's queries and first keys and values while out is made and stored. Otherwise it loads
 only the first keys ahead: the queries wait until out has left their place.
@@ -482,7 +482,7 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
 
 def await_stores(walk: Walk) -> None:
     """Waits until the copy engine has read the last tile's out, whose place is filled again."""
-    if Schedule(walk.spec, walk.config).persistent:
+    if Schedule(walk.spec, walk.config).deal.persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

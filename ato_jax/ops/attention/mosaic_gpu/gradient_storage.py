@@ -14,9 +14,10 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
-from ato_jax.ops.attention.mosaic_gpu import frame, pairs, rounds, segments, visibility
+from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config, Side
-from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item, in_groups
+from ato_jax.ops.attention.mosaic_gpu.rounds import Deal, Place
+from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
 from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges, sums_by_query
 
@@ -114,17 +115,19 @@ class Pass:
         return int(pl.cdiv(self.own[0].length, self.tile))
 
     @property
-    def items(self) -> int:
-        return self.spec.B * self.heads * self.tiles
+    def deal(self) -> Deal:
+        spec, causal, heads = self.spec, self.spec.right is not None, self.heads
+        sizes = self.tiles, self.tile, self.group
+        return Deal(spec.B, heads, *sizes, causal, not self.of_keys, self.most_blocks)
 
     @property
     def persistent(self) -> bool:
         """Whether blocks take several items each."""
-        return self.blocks < self.items
+        return self.deal.persistent
 
     @property
     def blocks(self) -> int:
-        return self.items if self.most_blocks is None else min(self.most_blocks, self.items)
+        return self.deal.blocks
 
     @property
     def group(self) -> int:
@@ -133,13 +136,6 @@ class Pass:
         of_head = self.other[0].length * (spec.D + spec.V) * ITEM_BYTES
         together = max(1, frame.CACHE_BYTES // (of_head * self.members))
         return min(spec.B * self.heads, together * (1 if self.of_keys else spec.H // spec.G))
-
-    def place(self, number: Any) -> tuple[Any, Any, Any]:
-        """Batch, head and first row of an item; tiles that see many others come first."""
-        head, tile = in_groups(number, self.spec.B * self.heads, self.tiles, self.group)
-        if self.spec.right is not None and not self.of_keys:
-            tile = self.tiles - 1 - tile
-        return lax.div(head, self.heads), lax.rem(head, self.heads), tile * self.tile
 
     @property
     def other_blocks(self) -> int:
@@ -433,9 +429,9 @@ class Walk:
             return None
         return Held(of.own[1], self.y, own.y, of.consumers, own.y_loaded, own.own_ys)
 
-    def item(self, number: Any, turn: Any, before: Any) -> Item:
+    def item(self, place: Place, turn: Any, before: Any) -> Item:
         """Its steps are those of one head of the others; `before` counts those of all."""
-        batch, head, first_row = self.of.place(number)
+        batch, head, first_row = place
         seen = self.seen(batch, first_row, self.of.tile)
         return Item(turn, batch, head, first_row, seen, before)
 
@@ -444,15 +440,15 @@ class Walk:
         that returns how many steps."""
         of, block, nothing = self.of, lax.axis_index("block"), jnp.int32(0)
 
-        def one(turn: Any, number: Any, before: Any) -> Any:
-            item = self.item(number, turn, before)
+        def one(turn: Any, place: Place, before: Any) -> Any:
+            item = self.item(place, turn, before)
             do(item)
             return before + of.members * item.steps
 
         if of.persistent:
-            items, steps = rounds.each(of.items, of.blocks, block, one, nothing)
+            items, steps = of.deal.each(block, one, nothing)
             return items, lambda: steps
-        item = self.item(block, nothing, nothing)
+        item = self.item(of.deal.place(block), nothing, nothing)
         do(item)
         return 1, lambda: of.members * item.steps
 

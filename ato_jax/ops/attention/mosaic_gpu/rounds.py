@@ -1,36 +1,132 @@
-"""Rounds: which items each block of a persistent backward launch takes.
+"""Rounds: which items each block of a launch takes, forward and backward.
 
-Items are numbered with the heaviest ones first. Each round deals one item to each of n blocks, in
-every other round from the last block to the first, so that no block has the heaviest item of each:
+An item is a tile of own rows of one head. Heads that share the L2 cache form a group; all items of
+a group come before those of the next. Where each block takes one item, tiles that see many rows of
+the other side come first, so that at the end of the launch there is little left to wait for:
 
-    round 0    block 0 takes item 0, .., block n - 1 takes item n - 1
-    round 1    block n - 1 takes item n, .., block 0 takes item 2 n - 1
+    for group: for tile, the last one first where it sees most: for head of the group
+
+A persistent launch deals units of equal weight, to n blocks by turns: block b takes the units b,
+b + n, b + 2 n, ... Behind a causal mask a unit is two tiles of a head, p and tiles - 1 - p in the
+order above, the heavy one first: their numbers of steps have the same sum for every p. With an odd
+number of tiles the middle ones are left over: two of them, of neighboring heads, are a unit, and
+come last. Without a causal mask each tile is a unit. The order is
+
+    for group: for unit of a head: for head of the group
+    for two heads of all: their middle tiles, where there are any
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-
-def each(
-    items: int, blocks: int, block: Any, do: Callable[[Any, Any, Any], Any], start: Any
-) -> tuple[Any, Any]:
-    """Runs `carried = do(turn, number, carried)` for each item that a block takes; returns how many
-    these were, and the last `carried`."""
-
-    def one(turn: Any, carried: Any) -> Any:
-        return do(turn, number_of(turn, blocks, block), carried)
-
-    rounds = jnp.int32(items // blocks)
-    takes_a_last_one = number_of(rounds, blocks, block) < items
-    count = rounds + takes_a_last_one.astype(jnp.int32)
-    return count, lax.fori_loop(0, count, one, start)
+Place = tuple[Any, Any, Any]  # batch entry, head, first row
 
 
-def number_of(turn: Any, blocks: int, block: Any) -> Any:
-    """The item that a block takes at its turn; none where it is too large."""
-    return turn * blocks + jnp.where(lax.rem(turn, 2) == 0, block, blocks - 1 - block)
+@dataclasses.dataclass(frozen=True)
+class Deal:
+    """Which items each block takes.
+
+    Attributes:
+      batches, heads: each of so many batch entries has so many heads.
+      tiles: of each head.
+      rows: of a tile.
+      group: heads that share the cache.
+      causal: whether each tile sees about one tile more, or less, than the one before it.
+      ascending: whether the last tile sees most, where `causal`; else the first one does.
+      most_blocks: those of a persistent launch; None where each block takes one item.
+    """
+
+    batches: int
+    heads: int
+    tiles: int
+    rows: int
+    group: int
+    causal: bool
+    ascending: bool
+    most_blocks: int | None
+
+    @property
+    def items(self) -> int:
+        return self.batches * self.heads * self.tiles
+
+    @property
+    def in_pairs(self) -> bool:
+        return self.causal and self.tiles > 1
+
+    @property
+    def units(self) -> int:
+        return -(-self.items // 2) if self.in_pairs else self.items
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a block takes several items. Then some block takes more than one unit."""
+        return self.most_blocks is not None and self.units > self.most_blocks
+
+    @property
+    def blocks(self) -> int:
+        if self.most_blocks is not None and self.persistent:
+            return self.most_blocks
+        return self.items
+
+    def place(self, number: Any) -> Place:
+        """Batch entry, head and first row of an item, where each block takes one."""
+        return self._at(*self._in_groups(number, self.tiles))
+
+    def each(
+        self, block: Any, do: Callable[[Any, Place, Any], Any], start: Any
+    ) -> tuple[Any, Any]:
+        """Runs `carried = do(turn, place, carried)` for each item of a block of a persistent
+        launch; returns how many these were, and the last `carried`."""
+
+        def one(turn: Any, carried: Any) -> Any:
+            return do(turn, self._at(*self._of_turn(turn, block)), carried)
+
+        later = self.units - 1 - block
+        count = lax.div(later, jnp.int32(self.blocks)) + 1
+        if self.in_pairs:
+            count *= 2
+            if self.items % 2:
+                has_half_a_unit = lax.rem(later, jnp.int32(self.blocks)) == 0
+                count -= has_half_a_unit.astype(jnp.int32)
+        return count, lax.fori_loop(0, count, one, start)
+
+    def _of_turn(self, turn: Any, block: Any) -> tuple[Any, Any]:
+        """Head and tile, in the order above, of a block's item. With two loops, over units and over
+        their tiles, the kernels at D = 256 spilled up to 80 bytes more."""
+        if not self.in_pairs:
+            return self._in_groups(turn * self.blocks + block, self.tiles)
+        half, unit = lax.rem(turn, 2), lax.div(turn, 2) * self.blocks + block
+        pairs = self.batches * self.heads * (self.tiles // 2)
+        of_head = jnp.minimum(unit, pairs - 1) if self.tiles % 2 else unit
+        head, heavy = self._in_groups(of_head, self.tiles // 2)
+        tile = jnp.where(half == 0, heavy, self.tiles - 1 - heavy)
+        if self.tiles % 2:
+            middle = 2 * (unit - pairs) + half
+            head = jnp.where(middle < 0, head, middle)
+            tile = jnp.where(middle < 0, tile, self.tiles // 2)
+        return head, tile
+
+    @property
+    def imbalance(self) -> float:
+        """The work of the block that has most, over the mean, in a persistent launch whose units
+        weigh the same: what its last round leaves idle. It is too large by half a unit at most."""
+        most = -(-self.units // self.blocks) * (2 if self.in_pairs else 1)
+        return most * self.blocks / self.items
+
+    def _in_groups(self, number: Any, of_head: int) -> tuple[Any, Any]:
+        """Head, among those of all batch entries, and tile or unit of a head."""
+        index = lax.div(number, jnp.int32(self.group * of_head))
+        within = lax.rem(number, jnp.int32(self.group * of_head))
+        own = jnp.minimum(self.group, self.batches * self.heads - index * self.group)
+        return lax.rem(within, own) + index * self.group, lax.div(within, own)
+
+    def _at(self, head: Any, tile: Any) -> Place:
+        if self.causal and self.ascending:
+            tile = self.tiles - 1 - tile
+        return lax.div(head, self.heads), lax.rem(head, self.heads), tile * self.rows
