@@ -28,7 +28,7 @@ H200 = device.Device("gpu", "NVIDIA H200", (9, 0), 132, device.SHARED_MEMORY[9, 
 # As few keys a step as there can be: several blocks, whole and cut ones, of few keys.
 SMALL = {"consumers": 2, "keys": 64}
 # Blocks that take several tiles, whose queries are loaded while the tile before is stored.
-AHEAD = SMALL | {"persistent": True, "own_outputs": True, "multiprocessors": 3}
+AHEAD = SMALL | {"persistent": True, "multiprocessors": 3}
 
 
 def draw(

@@ -295,7 +295,7 @@ def test_rounding_of_mosaic_gpu(
     spec = dataclasses.replace(wanted.request.spec, keep_rest=True)
     config = attention_mosaic.default_config(spec, device.of_call(()))
     if ahead:
-        config = dataclasses.replace(config, persistent=True, own_outputs=True, multiprocessors=31)
+        config = dataclasses.replace(config, persistent=True, multiprocessors=31)
     run = jax.jit(functools.partial(attention_mosaic.forward, spec, config))
     outputs = run(wanted.request.inputs)
     axis = 1 if layout == "bthd" else 2
@@ -331,10 +331,9 @@ def test_blocks_of_mosaic_gpu_with_many_items(
     request, _ = numerics.prepare("attention", *qkv, causal=causal, layout=layout)
     spec, inputs = request.spec.for_backward(), request.inputs
     of_call = attention_mosaic.default_config(spec, device.of_call(()))
-    names = ("persistent", "own_outputs", "dkv_persistent", "dq_persistent")
+    names = ("persistent", "dkv_persistent", "dq_persistent")
     one = dataclasses.replace(of_call, **dict.fromkeys(names, False))
     many = dataclasses.replace(one, multiprocessors=7, **dict.fromkeys(names, True))
-    many = dataclasses.replace(many, own_outputs=D <= 128)  # else it has no room
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(config: Any, inputs: Any, dout: jax.Array) -> Any:

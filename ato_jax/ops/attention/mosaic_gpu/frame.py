@@ -58,9 +58,6 @@ class Config:
         assembler would move it.
       turns: whether the consumers take turns in issuing products.
       persistent: whether a block takes several tiles of queries, one after the other.
-      own_outputs: whether out has a place of its own in shared memory, so that the next tile's
-        queries are loaded while out is made and stored. Out has such a place anyway where V is not
-        D, and where the kernel reads 8 bits.
       multiprocessors: of the device: the blocks of a persistent launch.
       dkv_consumers, dkv_queries, dkv_stages: of the kernel for dk and dv: its warpgroups that
         multiply, the queries of a step, and their slots.
@@ -79,7 +76,6 @@ class Config:
     hold: bool = False
     turns: bool = True
     persistent: bool = False
-    own_outputs: bool = False
     multiprocessors: int = 132
     dkv_consumers: int = 2
     dkv_queries: int = 64
@@ -243,8 +239,11 @@ def shared_bytes(spec: AttentionSpec, config: Config) -> int:
 
 
 def has_own_outputs(spec: AttentionSpec, config: Config) -> bool:
-    """Whether out has a place of its own in shared memory: else it takes that of the queries."""
-    return config.own_outputs or spec.V != spec.D or reads_eight_bits(spec)
+    """Whether out has a place of its own in shared memory: else it takes that of the queries. Where
+    a block takes several tiles, the next one's queries are then loaded while out is made and
+    stored. Heads of more than 128 columns leave no room for that."""
+    loads_ahead = config.persistent and spec.D <= 128
+    return loads_ahead or spec.V != spec.D or reads_eight_bits(spec)
 
 
 def whole_tiles(spec: AttentionSpec, config: Config) -> int:

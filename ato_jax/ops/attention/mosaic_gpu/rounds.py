@@ -65,13 +65,13 @@ class Deal:
 
     @property
     def persistent(self) -> bool:
-        """Whether a block takes several items. Then some block takes more than one unit."""
-        return self.most_blocks is not None and self.units > self.most_blocks
+        """Whether a block takes several items."""
+        return self.most_blocks is not None and self.items > self.most_blocks
 
     @property
     def blocks(self) -> int:
         if self.most_blocks is not None and self.persistent:
-            return self.most_blocks
+            return min(self.most_blocks, self.units)
         return self.items
 
     def place(self, number: Any) -> Place:
@@ -114,10 +114,12 @@ class Deal:
 
     @property
     def imbalance(self) -> float:
-        """The work of the block that has most, over the mean, in a persistent launch whose units
-        weigh the same: what its last round leaves idle. It is too large by half a unit at most."""
-        most = -(-self.units // self.blocks) * (2 if self.in_pairs else 1)
-        return most * self.blocks / self.items
+        """The work of the block that has most, over the mean of as many as there could be, in a
+        persistent launch whose units weigh the same: what its last round leaves idle. It is too
+        large by half a unit at most."""
+        assert self.most_blocks is not None
+        most = -(-self.units // self.most_blocks) * (2 if self.in_pairs else 1)
+        return most * self.most_blocks / self.items
 
     def _in_groups(self, number: Any, of_head: int) -> tuple[Any, Any]:
         """Head, among those of all batch entries, and tile or unit of a head."""
