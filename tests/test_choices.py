@@ -92,7 +92,7 @@ def test_exact_wide_heads_are_chosen_by_their_rows(T: int, S: int, D: int, wante
 
 
 def test_callers_without_hoppers_kernel_run_cudnn() -> None:
-    """Calls from PyTorch, whose ops lack `mosaic_gpu`."""
+    """Calls from PyTorch on a JAX whose launches of `mosaic_gpu` it cannot read."""
     spec = AttentionSpec(2, 1024, 1024, 16, 16, 128, 128, "bfloat16", 1.0)
     names, card = attention_api.OP.backends, choices.described("H100")
     without = tuple(name for name in names if name != "mosaic_gpu")
