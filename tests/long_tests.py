@@ -10,7 +10,8 @@ they would only pass again, and are skipped; whoever changes a kernel runs those
 `record` takes names of tests, too: what did not run keeps its entry. Tests that a kernel's author
 should not wait for are not in there: each is in the ordinary run again as soon as its sources
 differ. A file of tests depends on itself, on the helpers that it imports, on the files of figures
-that these name, and on the library: on its op alone where its name says so, and the frame.
+that these name, and on the library: on its op and its tables alone where its name says so, and the
+frame.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import re
 import resource
 import sys
 import time
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,8 @@ OPS = {
     "test_mosaic": "linear_attention",
     "test_few_keys": "linear_attention",
 }
+# The tables of block sizes and backends that none of an op's tests reads.
+OTHERS = {"attention": ("linear_attention",), "linear_attention": ("attention", "decode_attention")}
 FRAME = ("ato_jax/*.py", "ato_jax/tuned/*.toml", "ato_jax/triton/*.py", "ato_jax/mosaic/*.py")
 WHOLE = ("ato_jax/**/*.py", "ato_jax/tuned/*.toml")
 # What others need besides, by a word in their names.
@@ -116,14 +120,18 @@ def write(outcomes: dict[str, str | None]) -> None:
 @functools.cache
 def depends_on(path: Path) -> str:
     """A hash of the sources that can change the outcomes of a file of tests."""
-    digest = hashlib.sha256()
+    digest, others = hashlib.sha256(), OTHERS.get(_op_of(path.stem), ())
     for source in sorted({*of_tests(path), *of_the_library(path.stem)}):
-        digest.update(f"{source.relative_to(ROOT)} {_digest(source)}\n".encode())
+        digest.update(f"{source.relative_to(ROOT)} {_digest(source, others)}\n".encode())
     return digest.hexdigest()[:HASH_DIGITS]
 
 
+def _op_of(name: str) -> str:
+    return next((op for begins, op in OPS.items() if name.startswith(begins)), "")
+
+
 def of_the_library(name: str) -> set[Path]:
-    op = next((op for begins, op in OPS.items() if name.startswith(begins)), None)
+    op = _op_of(name)
     patterns = [*FRAME, "ato_jax/ops/*.py", f"ato_jax/ops/{op}/**/*.py"] if op else [*WHOLE]
     for word, more in BESIDES.items():
         patterns += more if word in name else ()
@@ -166,12 +174,15 @@ def _named_in(source: Path) -> list[Path]:
 
 
 @functools.cache
-def _digest(source: Path) -> str:
-    return hashlib.sha256(_text(source).encode()).hexdigest()
+def _digest(source: Path, others: tuple[str, ...]) -> str:
+    return hashlib.sha256(_text(source, others).encode()).hexdigest()
 
 
-def _text(source: Path) -> str:
-    """Without comments and docstrings."""
+def _text(source: Path, others: tuple[str, ...] = ()) -> str:
+    """Without comments and docstrings, and without the tables of `others`."""
+    if source.suffix == ".toml":
+        tables = tomllib.loads(source.read_text())
+        return repr({name: table for name, table in tables.items() if name not in others})
     if source.suffix != ".py":
         return source.read_text()
     tree = ast.parse(source.read_text())

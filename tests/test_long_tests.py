@@ -32,6 +32,7 @@ def test_what_a_file_depends_on():
     assert "tests/gpu_receipt.json" not in of_linear
     assert {"tests/choices.txt", "ato_jax/ops/attention/xla.py"} <= sources("test_choices")
     assert "ato_torch/linear.py" in sources("test_torch_compile")
+    assert set(long_tests.OTHERS) == set(long_tests.OPS.values())
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,25 @@ def test_code_counts_and_comments_do_not(tmp_path, before, after, again):
     for name, text in (("one.py", source), ("other.py", source.replace(before, after))):
         (tmp_path / name).write_text(text)
         texts.append(long_tests._text(tmp_path / name))
+    assert (texts[0] != texts[1]) == again
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "others", "again"),
+    [
+        ("64", "32", (), True),
+        ("64", "32", ("linear_attention",), True),
+        ("256", "128", (), True),
+        ("256", "128", ("linear_attention",), False),
+        ("# Of an op.", "# Of one.", (), False),
+    ],
+)
+def test_tables_of_other_ops_do_not_count(tmp_path, before, after, others, again):
+    tables = "# Of an op.\n[attention]\nleast = 64\n[linear_attention]\nleast = 256\n"
+    texts = []
+    for name, text in (("one.toml", tables), ("other.toml", tables.replace(before, after))):
+        (tmp_path / name).write_text(text)
+        texts.append(long_tests._text(tmp_path / name, others))
     assert (texts[0] != texts[1]) == again
 
 
