@@ -289,12 +289,17 @@ def run(
 
 def _nothing(call: Call[SpecT, InputsT, OutputsT], inputs: InputsT) -> OutputsT:
     """The outputs of an empty batch, after the checks of a batch of 1."""
-    one: Any = call.spec
-    choosing.choose(dataclasses.replace(call, spec=dataclasses.replace(one, B=1)), "forward")
+    choosing.choose(_of_one(call), "forward")
     reference = call.op.backend("reference")
     config = reference.default_config(call.spec, call.device)
     shapes = jax.eval_shape(functools.partial(reference.forward, call.spec, config), inputs)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+
+
+def _of_one(call: Call[SpecT, InputsT, OutputsT]) -> Call[SpecT, InputsT, OutputsT]:
+    """The call with a batch of 1: backends do not choose for an empty one."""
+    one: Any = call.spec
+    return dataclasses.replace(call, spec=dataclasses.replace(one, B=1))
 
 
 @programs.jit(static=2)
@@ -388,6 +393,7 @@ def explain(
 ) -> Explanation:
     """Chooses backends for a call exactly as `run` does, without running it."""
     call = _call_of(op, spec, inputs, implementation)
+    call = _of_one(call) if spec.B == 0 else call
     reasons = {
         name: {phase: choosing.reason_against(call, name, phase) for phase in PHASES}
         for name in op.backends + op.planned

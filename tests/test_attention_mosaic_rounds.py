@@ -22,6 +22,7 @@ from ato_jax.ops.attention.mosaic_gpu import (
     visibility,
 )
 from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
+from ato_jax.ops.attention.spec import Limits
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -156,7 +157,7 @@ def taken_by(deal: rounds.Deal) -> list[list[tuple[int, int, int]]]:
     "batches, heads, tiles, group, blocks",
     [
         (2, 3, 8, 4, 7),  # groups of unlike sizes
-        (1, 2, 8, 2, 7),  # one block more than it takes turns
+        (1, 2, 8, 2, 7),  # one unit more than blocks
         (2, 3, 5, 6, 7),  # middle tiles
         (3, 3, 5, 2, 4),  # the last one alone, in several groups
         (1, 5, 3, 5, 7),
@@ -191,6 +192,13 @@ def test_blocks_take_units_of_equal_weight(
     assert share == pytest.approx(deal.imbalance) or (in_pairs and deal.items % 2)
 
 
+def steps_of(limits: Limits, deal: rounds.Deal, others: int, blocks: int) -> list[int]:
+    """Of each tile, through `blocks` of so many rows of the other side."""
+    rows = [jnp.int32(tile * deal.rows) for tile in range(deal.tiles)]
+    seen = [visibility.ranges(limits, first, deal.rows, others, blocks) for first in rows]
+    return [int(one.end - one.first) for one in seen]
+
+
 @pytest.mark.parametrize(
     "sizes, of_units",
     [
@@ -212,12 +220,7 @@ def test_blocks_take_as_many_steps(sizes: Any, of_units: float) -> None:
         own = visibility.exchanged(spec, limits) if of.of_keys else limits
         launches.append((of.deal, own, of.others, of.other[0].length))
     for deal, own, others, length in launches:
-        blocks = -(-length // others)
-        seen = [
-            visibility.ranges(own, jnp.int32(tile * deal.rows), deal.rows, others, blocks)
-            for tile in range(deal.tiles)
-        ]
-        steps = [int(one.end - one.first) for one in seen]
+        steps = steps_of(own, deal, others, -(-length // others))
         taken = taken_by(deal)
         for items in taken:
             for one, other in zip(items[::2], items[1::2], strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -89,6 +90,20 @@ def test_exact_wide_heads_are_chosen_by_their_rows(T: int, S: int, D: int, wante
     """Float32 on an H100 and an H200: one block of queries and keys takes Triton's kernels."""
     row = softmax(T=T, S=S, D=D, dtype="float32")
     assert backends(row, "H100") == backends(row, "H200") == [wanted] * 3
+
+
+@pytest.mark.parametrize("op", ["attention", "linear_attention", "gated_delta_rule"])
+def test_an_empty_batch_is_explained_as_one_sequence_is(op: str) -> None:
+    def told(B: int) -> Any:
+        arrays = [jax.ShapeDtypeStruct((B, 512, 16, 64), jnp.bfloat16)] * 3
+        if op == "gated_delta_rule":
+            return ato_jax.explain(op, *arrays, beta=jnp.ones((B, 512, 16)))
+        return ato_jax.explain(op, *arrays, causal=True)
+
+    with choices.pretending(choices.described("H100")):
+        none, one = told(0), told(1)
+    assert none.spec.B == 0 and one.spec.B == 1
+    assert dataclasses.replace(none, spec=one.spec) == one
 
 
 def test_callers_without_hoppers_kernel_run_cudnn() -> None:

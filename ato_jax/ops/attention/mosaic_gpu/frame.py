@@ -58,7 +58,7 @@ class Config:
         assembler would move it.
       turns: whether the consumers take turns in issuing products.
       persistent: whether a block takes several tiles of queries, one after the other.
-      multiprocessors: of the device: the blocks of a persistent launch.
+      multiprocessors: of the device: the most blocks of a persistent launch.
       dkv_consumers, dkv_queries, dkv_stages: of the kernel for dk and dv: its warpgroups that
         multiply, the queries of a step, and their slots.
       dq_consumers, dq_keys, dq_stages: of the kernel for dq, likewise.

@@ -8,7 +8,8 @@ the other side come first, so that at the end of the launch there is little left
 
 A persistent launch deals units of equal weight, to n blocks by turns: block b takes the units b,
 b + n, b + 2 n, ... Behind a causal mask a unit is two tiles of a head, p and tiles - 1 - p in the
-order above, the heavy one first: their numbers of steps have the same sum for every p. With an odd
+order above, the heavy one first: if there are as many keys as queries, and no offset, their numbers
+of steps have the same sum for every p. With an odd
 number of tiles the middle ones are left over: two of them, of neighboring heads, are a unit, and
 come last. Without a causal mask each tile is a unit. The order is
 

@@ -22,6 +22,7 @@ MOST_KEYS_OF_GRADIENTS_AHEAD = 1024
 KEYS_SAVED = 128
 
 
+@functools.lru_cache(maxsize=1024)
 def default_config(spec: AttentionSpec, device: Device) -> Config:
     widest = max(spec.D, spec.V)
     two_planes = spec.bias is not None and spec.mask is not None
@@ -50,7 +51,9 @@ def default_config(spec: AttentionSpec, device: Device) -> Config:
         dq_turns=widest > 128 and dq_consumers > 1,
         steps_of_sums=frame.MOST_KEYS_OF_SUMS // keys if sets_aside else 0,
     )
-    config = _with_loads_ahead(spec, config) if plain else config
+    # A device that does not tell how many multiprocessors it has counts as one.
+    if plain and device.multiprocessors > 1:
+        config = _with_loads_ahead(spec, config)
     return config if fits(spec, config) else dataclasses.replace(config, stages=1)
 
 
@@ -108,16 +111,24 @@ def _pays(spec: AttentionSpec, deal: Deal) -> bool:
     """Whether blocks take several tiles, and none so much more than the mean that the others wait
     for it longer than loading ahead saves. Without a causal mask launches of one tile a block
     leave as much idle at their end."""
-    is_even = spec.right is None or deal.imbalance <= 1 + KEYS_SAVED / spec.S
-    return deal.persistent and is_even
+    if not deal.persistent:
+        return False
+    return spec.right is None or deal.imbalance <= 1 + KEYS_SAVED / spec.S
+
+
+def _is_square(spec: AttentionSpec) -> bool:
+    """Whether the mask is causal and each pair of tiles of `rounds.py` sees as much. With offsets,
+    later keys, or other numbers of queries and keys the fullest block has up to 1.27 times the
+    mean."""
+    begins_at_zero = spec.offset == 0 and not spec.query_offset
+    return spec.right == 0 and spec.T == spec.S and begins_at_zero
 
 
 def _loads_ahead(spec: AttentionSpec, deal: Deal) -> bool:
-    """Whether a persistent launch of the forward kernel was faster with such sizes, and pays.
-    Behind a causal mask queries ahead of all keys would make the pairs of `rounds.py` unequal."""
+    """Whether a persistent launch of the forward kernel was faster with such sizes, and pays."""
     if reads_eight_bits(spec) or max(spec.D, spec.V) > 128:
         return False
-    was_faster = spec.right is None or spec.T <= spec.S <= MOST_KEYS_AHEAD
+    was_faster = spec.right is None or (_is_square(spec) and spec.S <= MOST_KEYS_AHEAD)
     return was_faster and _pays(spec, deal)
 
 
@@ -128,6 +139,6 @@ def _loads_gradients_ahead(spec: AttentionSpec, of: Pass) -> bool:
         too_long = widest <= 64 and of.of_keys and spec.T > 2048
         was_faster = shortest >= 256 and not too_long
     else:
-        is_short = spec.T <= spec.S <= MOST_KEYS_OF_GRADIENTS_AHEAD
-        was_faster = widest <= 128 and shortest > 256 and is_short
+        is_short = 256 < spec.S <= MOST_KEYS_OF_GRADIENTS_AHEAD
+        was_faster = widest <= 128 and is_short and _is_square(spec)
     return was_faster and _pays(spec, of.deal)
