@@ -361,8 +361,9 @@ def are_transposed(*tensors: torch.Tensor) -> bool:
     contiguous.
 
     A projection leaves its tensors in this order, [B, T, H, D] in memory, also as parts of a larger
-    tensor. Calls on them compute in this order: parts are copied faster, and the result has the
-    same order. A tensor with one head or one row has either order, and follows the others.
+    tensor. Calls on them compute in this order: kernels read parts in place where they can, other
+    parts are copied faster, and the result has the same order. A tensor with one head or one row
+    has either order, and follows the others.
     """
     if all(tensor.is_contiguous() for tensor in tensors):
         return False

@@ -50,8 +50,8 @@ def _copy_of(like: torch.Tensor, turned: bool) -> Callable[[torch.Tensor], torch
 def span_of(tensor: torch.Tensor) -> int:
     """The number of elements that the memory from the tensor's first to its last element can hold.
 
-    It is smaller than the tensor's own number of elements if some of them share memory, as in
-    expanded tensors and in windows that overlap.
+    If it is smaller than the tensor's own number of elements, some of them share memory, as in
+    expanded tensors and in windows that overlap. The converse does not hold: gaps count, too.
     """
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in steps)

@@ -155,7 +155,6 @@ class Kernels:
             _write(address, constant.content)
             self.constants.append(address.value)
 
-
     def with_maps(self, before: _executable.Executable, after: _executable.Executable) -> Kernels:
         """These kernels for `after`, which differs from `before`, theirs, in tensor maps alone."""
         found = copy.copy(self)

@@ -10,13 +10,14 @@ axis of a map is a part of one axis of the array, with sizes and strides in byte
     array [B, T, H, 128]        row = 128 H
     map   [B, H, T / 8, 8, 128] strides [T row, 128, 8 row, row, 1]
 
-The axes T / 8 and 8 lie in T, and their strides become 8 and 1 times the new stride of T. Several
-axes of the array are one if their elements stay evenly spaced. A map's axis that runs across axes
-which are not one has no stride: Mosaic GPU folds batch and head into such an axis where a map would
-have more than 5 axes, and its kernel computes batch * T * H + head.
+Here 128 columns of 8 bits fill 128 bytes. The axes T / 8 and 8 lie in T, and their strides become 8
+and 1 times the new stride of T. Adjacent axes of the array are merged if one stride describes both.
+An axis of a map that spans axes which cannot be merged has no single stride: Mosaic GPU folds batch
+and head into such an axis where a map would have more than 5 axes, and its kernel computes
+batch * T * H + head.
 
-A parameter stays contiguous if a step reads it by its address, as XLA's own kernels and copies do,
-or if a map cannot have its strides.
+A parameter must stay contiguous if a step reads it by its address, as XLA's own kernels and copies
+do, or if a map cannot have its strides.
 
 This module imports neither PyTorch nor JAX, and needs no GPU.
 """

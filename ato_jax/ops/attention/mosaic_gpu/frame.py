@@ -241,7 +241,7 @@ def shared_bytes(spec: AttentionSpec, config: Config) -> int:
 def has_own_outputs(spec: AttentionSpec, config: Config) -> bool:
     """Whether out has a place of its own in shared memory: else it takes that of the queries. Where
     a block takes several tiles, the next one's queries are then loaded while out is made and
-    stored. Heads of more than 128 columns leave no room for that."""
+    stored. Where D and V are the same and above 128, there is no room for that."""
     loads_ahead = config.persistent and spec.D <= 128
     return loads_ahead or spec.V != spec.D or reads_eight_bits(spec)
 

@@ -8,10 +8,10 @@ the other side come first, so that at the end of the launch there is little left
 
 A persistent launch deals units of equal weight, to n blocks by turns: block b takes the units b,
 b + n, b + 2 n, ... Behind a causal mask a unit is two tiles of a head, p and tiles - 1 - p in the
-order above, the heavy one first: if there are as many keys as queries, and no offset, their numbers
-of steps have the same sum for every p. With an odd
-number of tiles the middle ones are left over: two of them, of neighboring heads, are a unit, and
-come last. Without a causal mask each tile is a unit. The order is
+order above, the heavy one first. If there are as many keys as queries, and no offset, the sums of
+their steps differ by about one step at most. With an odd number of tiles the middle ones are left
+over: two of them, of neighboring heads, are a unit, and come last. Without a causal mask each tile
+is a unit. The order is
 
     for group: for unit of a head: for head of the group
     for two heads of all: their middle tiles, where there are any
@@ -38,7 +38,8 @@ class Deal:
       tiles: of each head.
       rows: of a tile.
       group: heads that share the cache.
-      causal: whether each tile sees about one tile more, or less, than the one before it.
+      causal: whether later keys are hidden: then each tile sees about one tile more, or less, than
+        the one before it.
       ascending: whether the last tile sees most, where `causal`; else the first one does.
       most_blocks: those of a persistent launch; None where each block takes one item.
     """
@@ -115,9 +116,9 @@ class Deal:
 
     @property
     def imbalance(self) -> float:
-        """The work of the block that has most, over the mean of as many as there could be, in a
-        persistent launch whose units weigh the same: what its last round leaves idle. It is too
-        large by half a unit at most."""
+        """The work of the fullest block, over that of all divided by `most_blocks`, in a persistent
+        launch whose units weigh the same. An odd number of tiles makes it too large by half a unit
+        at most."""
         assert self.most_blocks is not None
         most = -(-self.units // self.most_blocks) * (2 if self.in_pairs else 1)
         return most * self.most_blocks / self.items
