@@ -53,8 +53,8 @@ def draw(
 
 
 def segment_ids(length: int, ends: list[int]) -> jax.Array:
-    """Of two batch entries: sorted ids, each up to one of `ends`, and ids that come back, some of
-    which a shorter side lacks."""
+    """The ids of two batch entries. The first one's are sorted and change at each of `ends`; the
+    second one's come back, and a shorter side lacks some of them."""
     row = np.arange(length)
     sorted_ones = np.searchsorted(ends, row, side="right")
     return jnp.array([sorted_ones, (row // 50 * 77) % 4 + 300 * (row > 150)], jnp.int32)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from ato_jax.ops.attention.mosaic_gpu import (
     visibility,
 )
 from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
-from ato_jax.ops.attention.spec import Limits
+from ato_jax.ops.attention.spec import AttentionSpec
 from tests import aot_attention, numerics
 from tests.aot_mosaic import requires_plugin
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -192,11 +193,20 @@ def test_blocks_take_units_of_equal_weight(
     assert share == pytest.approx(deal.imbalance) or (in_pairs and deal.items % 2)
 
 
-def steps_of(limits: Limits, deal: rounds.Deal, others: int, blocks: int) -> list[int]:
-    """Of each tile, through `blocks` of so many rows of the other side."""
-    rows = [jnp.int32(tile * deal.rows) for tile in range(deal.tiles)]
-    seen = [visibility.ranges(limits, first, deal.rows, others, blocks) for first in rows]
-    return [int(one.end - one.first) for one in seen]
+def launches_of(
+    spec: AttentionSpec, config: frame.Config
+) -> Iterator[tuple[rounds.Deal, list[int]]]:
+    """The deal of each launch, forward and backward, with the number of steps of each tile."""
+    limits = visibility.limits_of(spec, None, None)
+    launches = [(Schedule(spec, config).deal, limits, config.keys, spec.S)]
+    for of in gradient_storage.passes(spec, config):
+        own = visibility.exchanged(spec, limits) if of.of_keys else limits
+        launches.append((of.deal, own, of.others, of.other[0].length))
+    for deal, own, others, length in launches:
+        rows = [jnp.int32(tile * deal.rows) for tile in range(deal.tiles)]
+        blocks = -(-length // others)
+        seen = [visibility.ranges(own, first, deal.rows, others, blocks) for first in rows]
+        yield deal, [int(one.end - one.first) for one in seen]
 
 
 @pytest.mark.parametrize(
@@ -213,14 +223,7 @@ def test_blocks_take_as_many_steps(sizes: Any, of_units: float) -> None:
     config = dataclasses.replace(
         mosaic_gpu.default_config(spec, H200), persistent=True, multiprocessors=7, **PERSISTENT
     )
-    limits = visibility.limits_of(spec, None, None)
-    schedule = Schedule(spec, config)
-    launches = [(schedule.deal, limits, config.keys, spec.S)]
-    for of in gradient_storage.passes(spec, config):
-        own = visibility.exchanged(spec, limits) if of.of_keys else limits
-        launches.append((of.deal, own, of.others, of.other[0].length))
-    for deal, own, others, length in launches:
-        steps = steps_of(own, deal, others, -(-length // others))
+    for deal, steps in launches_of(spec, config):
         taken = taken_by(deal)
         for items in taken:
             for one, other in zip(items[::2], items[1::2], strict=True):

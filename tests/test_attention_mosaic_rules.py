@@ -11,12 +11,12 @@ import pytest
 
 from ato_jax.ops.attention import mosaic_gpu
 from ato_jax.ops.attention.eight_bits import Float8Spec
-from ato_jax.ops.attention.mosaic_gpu import gradient_storage, visibility
+from ato_jax.ops.attention.mosaic_gpu import gradient_storage
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
 from ato_jax.ops.attention.spec import AttentionSpec
 from tests.test_attention_mosaic import H200, spec_of
-from tests.test_attention_mosaic_rounds import steps_of, taken_by
+from tests.test_attention_mosaic_rounds import launches_of, taken_by
 
 
 def rule(B: int, T: int, D: int, causal: bool, S: int | None = None, **changes: Any) -> str:
@@ -39,14 +39,8 @@ def rule(B: int, T: int, D: int, causal: bool, S: int | None = None, **changes: 
 
 def loads_of(spec: AttentionSpec, config: Config) -> Iterator[list[int]]:
     """The steps of each block of each persistent launch."""
-    limits, schedule = visibility.limits_of(spec, None, None), Schedule(spec, config)
-    launches = [(schedule.deal, limits, config.keys, spec.S)]
-    for of in gradient_storage.passes(spec, config):
-        own = visibility.exchanged(spec, limits) if of.of_keys else limits
-        launches.append((of.deal, own, of.others, of.other[0].length))
-    for deal, own, others, length in launches:
+    for deal, steps in launches_of(spec, config):
         if deal.persistent:
-            steps = steps_of(own, deal, others, -(-length // others))
             yield [sum(steps[tile] for *_, tile in items) for items in taken_by(deal)]
 
 

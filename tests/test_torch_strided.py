@@ -47,6 +47,7 @@ from tests.test_torch_direct import (  # noqa: E402, F401  two are fixtures
     Driver,
     G,
     H,
+    check_a_graph_of,
     driver,
     inputs,
     known,
@@ -89,8 +90,8 @@ def part_of(*shape, axis=1, of=3, seed=0):
 
 
 def of_rows_of_8(B, T, H, D, order="bthd"):
-    """Of an array [B, T, H, D] or [B, H, T, D] in rows of 64: [B, H, T / 8, 8, 64], and of wider
-    ones in parts of 64 columns, with batch and heads folded into one axis if there are several."""
+    """The map of an array [B, T, H, D] or [B, H, T, D]. With 64 columns it is [B, H, T / 8, 8, 64].
+    Wider heads come in parts of 64 columns, and batch and heads are then folded into one axis."""
     batch = T * H * D
     head, row = (D, H * D) if order == "bthd" else (T * D, D)
     if D == 64:
@@ -174,7 +175,7 @@ CONTIGUOUS = {
 
 @pytest.mark.parametrize("name", READABLE)
 def test_a_map_reads_what_it_read(name):
-    """The same elements in the same order, of the part as of a contiguous copy of it."""
+    """It reads the same elements of a part, in the same order, as of a contiguous copy of it."""
     what, tensor = READABLE[name]
     found = _strided._with_strides(what, array_of(tensor))
     assert found is not None
@@ -194,7 +195,8 @@ def test_a_map_that_has_no_strides(name):
 
 
 def test_every_map_of_a_random_array():
-    """Of maps that step through single axes, whatever the strides; of others, never wrongly."""
+    """A map gets strides if each of its axes steps through one axis of the array. Every map that
+    gets strides reads the right elements."""
     generator = np.random.default_rng(0)
     read = 0
     for _ in range(400):
@@ -832,17 +834,4 @@ def test_parts_in_a_cuda_graph():
         out = CALLS["causal"](*leaves)
         return out, *torch.autograd.grad(out, leaves, cotangent)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
-    with torch.no_grad():
-        for leaf in leaves:
-            leaf.copy_(torch.randn_like(leaf))
-    graph.replay()
-    for ours, theirs in zip(found, step(), strict=True):
-        assert torch.equal(ours, theirs)
+    check_a_graph_of(step, leaves)
