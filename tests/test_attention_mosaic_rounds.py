@@ -166,6 +166,10 @@ def taken_by(deal: rounds.Deal) -> list[list[tuple[int, int, int]]]:
         (3, 3, 2, 2, 8),
         (1, 1, 9, 1, 1),
         (1, 2, 5, 2, 7),  # more items than blocks, but no more units
+        (2, 5, 8, 10, 18),  # four units are left for 18 blocks: they take one tile each
+        (2, 5, 8, 3, 18),  # in a group of one head
+        (2, 5, 7, 10, 16),  # middle tiles are left
+        (3, 3, 7, 9, 13),  # an odd number of these, some of pairs
     ],
 )
 def test_blocks_take_units_of_equal_weight(
@@ -191,6 +195,8 @@ def test_blocks_take_units_of_equal_weight(
     share = max(loads) / (sum(loads) / blocks)
     assert share <= deal.imbalance * (1 + 1e-6)
     assert share == pytest.approx(deal.imbalance) or (in_pairs and deal.items % 2)
+    if deal.last:
+        assert deal.units % blocks and {len(own) % 2 for own in taken} == {0, 1}
 
 
 def launches_of(

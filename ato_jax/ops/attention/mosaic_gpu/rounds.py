@@ -10,8 +10,9 @@ A persistent launch deals units of equal weight, to n blocks by turns: block b t
 b + n, b + 2 n, ... Behind a causal mask a unit is two tiles of a head, p and tiles - 1 - p in the
 order above, the heavy one first. If there are as many keys as queries, and no offset, the sums of
 their steps differ by about one step at most. With an odd number of tiles the middle ones are left
-over: two of them, of neighboring heads, are a unit, and come last. Without a causal mask each tile
-is a unit. The order is
+over: two of them, of neighboring heads, are a unit, and come last. Where the last round has units
+for half of the blocks or fewer, twice as many blocks take one item each. Without a causal mask each
+tile is a unit. The order is
 
     for group: for unit of a head: for head of the group
     for two heads of all: their middle tiles, where there are any
@@ -89,6 +90,23 @@ class Deal:
         def one(turn: Any, carried: Any) -> Any:
             return do(turn, self._at(*self._of_turn(turn, block)), carried)
 
+        count = self._count(block)
+        return count, lax.fori_loop(0, count, one, start)
+
+    @property
+    def full_rounds(self) -> int:
+        """Those in which each block takes a unit."""
+        return self.units // self.blocks
+
+    @property
+    def last(self) -> int:
+        """The items of the last round, if blocks take one each there; else 0."""
+        left = self.items - 2 * self.full_rounds * self.blocks
+        return left if self.in_pairs and 0 < left <= self.blocks else 0
+
+    def _count(self, block: Any) -> Any:
+        if self.last:
+            return 2 * self.full_rounds + (block < self.last).astype(jnp.int32)
         later = self.units - 1 - block
         count = lax.div(later, jnp.int32(self.blocks)) + 1
         if self.in_pairs:
@@ -96,7 +114,7 @@ class Deal:
             if self.items % 2:
                 has_half_a_unit = lax.rem(later, jnp.int32(self.blocks)) == 0
                 count -= has_half_a_unit.astype(jnp.int32)
-        return count, lax.fori_loop(0, count, one, start)
+        return count
 
     def _of_turn(self, turn: Any, block: Any) -> tuple[Any, Any]:
         """Head and tile, in the order above, of a block's item. With two loops, over units and over
@@ -104,6 +122,10 @@ class Deal:
         if not self.in_pairs:
             return self._in_groups(turn * self.blocks + block, self.tiles)
         half, unit = lax.rem(turn, 2), lax.div(turn, 2) * self.blocks + block
+        if self.last:
+            is_last, first = turn == 2 * self.full_rounds, self.full_rounds * self.blocks
+            half = jnp.where(is_last, lax.rem(block, 2), half)
+            unit = jnp.where(is_last, first + lax.div(block, 2), unit)
         pairs = self.batches * self.heads * (self.tiles // 2)
         of_head = jnp.minimum(unit, pairs - 1) if self.tiles % 2 else unit
         head, heavy = self._in_groups(of_head, self.tiles // 2)
@@ -120,8 +142,24 @@ class Deal:
         launch whose units weigh the same. An odd number of tiles makes it too large by half a unit
         at most."""
         assert self.most_blocks is not None
-        most = -(-self.units // self.most_blocks) * (2 if self.in_pairs else 1)
+        if self.last:
+            most = 2 * (self.full_rounds + self._heaviest_of_last)
+        else:
+            most = -(-self.units // self.most_blocks) * (2 if self.in_pairs else 1)
         return most * self.most_blocks / self.items
+
+    @property
+    def _heaviest_of_last(self) -> float:
+        """The heaviest item of the last round, over a unit."""
+        pairs, half = self.batches * self.heads * (self.tiles // 2), self.tiles // 2
+        first = self.full_rounds * self.blocks
+        if first >= pairs:
+            return 1 / 2  # a middle tile
+        of_group = self.group * half
+        own = min(self.group, self.batches * self.heads - first // of_group * self.group)
+        in_last_group = (first // of_group + 1) * of_group >= pairs
+        pair = first % of_group // own if in_last_group else 0
+        return (self.tiles - pair) / (self.tiles + 1)
 
     def _in_groups(self, number: Any, of_head: int) -> tuple[Any, Any]:
         """Head, among those of all batch entries, and tile or unit of a head."""
