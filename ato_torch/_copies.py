@@ -47,6 +47,14 @@ def _copy_of(like: torch.Tensor, turned: bool) -> Callable[[torch.Tensor], torch
     return torch.Tensor.contiguous
 
 
+def repeats(tensor: torch.Tensor) -> bool:
+    """Whether some elements surely share memory: a copy is then larger than the original."""
+    is_expanded = any(
+        size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return is_expanded or tensor.numel() > span_of(tensor)
+
+
 def span_of(tensor: torch.Tensor) -> int:
     """The number of elements that the memory from the tensor's first to its last element can hold.
 

@@ -184,6 +184,8 @@ def _settled(
         pass
     if function.refused.get(key) == 0:
         return plan, copied
+    if len(function.strided) >= MOST_STRIDED:
+        return plan, copied
     if torch.cuda.is_current_stream_capturing():  # the trial would be captured
         return None
     with function.planning:
@@ -191,7 +193,7 @@ def _settled(
             return function.strided[key]
         if len(function.strided) >= MOST_STRIDED:
             return plan, copied
-        # A trial that finds no memory is repeated by the 2nd, 4th, 8th, ... call.
+        # A trial that could not be made is repeated by the 2nd, 4th, 8th, ... call.
         calls = function.refused.pop(key, 0) + 1
         found = None if calls & (calls - 1) else _strided_plan(plan, tensors, copied)
         if found is not None and found[0] is not plan:
@@ -283,24 +285,27 @@ def _strided_plan(
 ) -> tuple[Plan, tuple[bool, ...]] | None:
     """The result of `strided`: `plan` with other tensor maps, or itself where the maps cannot be.
 
-    None if there was no memory for the trial.
+    None if there was no memory for the trial, or if some of the tensors lie where no map reads
+    them: then the call copies, and would be compared with itself.
     """
     arrays = {
         n: _array(tensor)
         for n, (tensor, is_copied) in enumerate(zip(tensors, copied, strict=True))
         if is_copied and tensor.stride(-1) == 1
     }
-    executable, read = _strided.restrided(plan.executable, arrays)
-    if not read or _is_far_apart(tensors, read):
-        return plan, copied
     place = tensors[0].device
     try:
+        executable, read = _strided.restrided(plan.executable, arrays)
+        if not read or _is_far_apart(tensors, read):
+            return plan, copied
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(place):
             found = plan.with_maps(executable)
             like = [
                 tensor if n in read else tensor.contiguous() for n, tensor in enumerate(tensors)
             ]
             laid = _laid_out(_drawn(like), like, read)
+            if any(map(_bridge.is_unreadable, laid)):
+                return None
             wanted = plan([tensor.contiguous() for tensor in laid])
             _compare(found(laid), wanted)
             _compare(found(laid, as_graph=False), wanted)

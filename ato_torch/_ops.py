@@ -121,7 +121,7 @@ def ready(
     plan, copied = found
     # The backward pass would keep copies that are larger than the originals.
     if differentiates and any(
-        is_copied and tensor.numel() > _copies.span_of(tensor)
+        is_copied and _copies.repeats(tensor)
         for tensor, is_copied in zip(tensors, copied, strict=True)
     ):
         return False

@@ -431,6 +431,23 @@ def test_a_trial_without_memory_is_repeated(by_maps, monkeypatch):
     assert found is not plan and copied == (False, False)
 
 
+def test_parts_that_no_map_reads_here_are_tried_elsewhere(by_maps, monkeypatch):
+    """Where a part begins between two addresses that a map takes, the call copies: a trial there
+    would compare the copying call with itself."""
+    asked = function()
+    whole = torch.randn(2, 4, 20)
+    between, aligned = ([whole[..., :8], whole[..., at : at + 8]] for at in (10, 8))
+    assert between[1].stride() == aligned[1].stride()
+    _direct.plan_of(asked, between)  # has a trial of its own
+    with monkeypatch.context() as patched:
+        patched.setattr(_direct, "_compare", lambda *_: pytest.fail("it was tried"))
+        plan, found, copied = strided(asked, between)
+    assert found is plan and copied == (True, True) and not asked.strided
+    _, found, copied = strided(asked, aligned)
+    assert found is not plan and copied == (False, False)
+    assert torch.equal(found(aligned)[0], aligned[0] + 2 * aligned[1])
+
+
 def test_a_small_part_of_much_memory_is_copied(by_maps, monkeypatch):
     """The trial would take all of the memory between its first and its last element."""
     y = torch.randn(SHAPE)
@@ -647,7 +664,12 @@ def test_what_shares_memory_is_not_kept_in_full(known):  # noqa: F811
         for step in (D // 4, D + D // 4)
     )
     assert windows[0].shape == apart[0].shape == query.shape
-    for keys, larger in ((shared, True), (windows, True), (apart, False)):
+    # One head of a projection that has all others, too: it spans more than the keys of all heads.
+    projected = torch.randn(B, 9, (H + 2) * D)
+    one = [
+        projected[..., n * D : (n + 1) * D].unsqueeze(1).expand(B, H, 9, D) for n in (H, H + 1)
+    ]
+    for keys, larger in ((shared, True), (windows, True), (one, True), (apart, False)):
         _checked_calls.checked.clear()
         known.clear()
         leaves = [query.requires_grad_(), *keys]
