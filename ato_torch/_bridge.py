@@ -97,6 +97,14 @@ def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
+def exchanged(tensors: Sequence[torch.Tensor], which: Sequence[bool]) -> list[torch.Tensor]:
+    """The tensors, of which those that `which` says have their second and third axis exchanged."""
+    return [
+        tensor.transpose(1, 2) if is_exchanged else tensor
+        for tensor, is_exchanged in zip(tensors, which, strict=True)
+    ]
+
+
 def is_unreadable(tensor: torch.Tensor) -> bool:
     """Whether a kernel cannot read the tensor at its address, whatever its strides."""
     pointer = tensor.data_ptr()

@@ -33,7 +33,7 @@ class CheckedCall:
         self.key, self.differentiates = key, differentiates
         self.program: _programs.Program | None = None  # None until `fill` is called
         # Whether the program takes the tensors with their second and third axis exchanged.
-        self.transposed = False
+        self.exchanged = False
         # (whether they are exchanged, outputs) -> what the public function returns
         self.finish: Finish
         # The direct launch: None if it is not known yet, False if there is none.
@@ -44,11 +44,11 @@ class CheckedCall:
         op: str,
         tensors: tuple[torch.Tensor, ...],
         options: dict[str, Any],
-        transposed: bool,
+        exchanged: bool,
         finish: Finish,
     ) -> None:
         """Stores the program of the call that was checked."""
-        self.transposed, self.finish = transposed, finish
+        self.exchanged, self.finish = exchanged, finish
         names = ("q", "k", "v")
         self.program = _ops.program_of(op, names, tensors, self.differentiates, options)
         if len(checked) >= KEPT:
@@ -65,11 +65,11 @@ class CheckedCall:
                 return self.finish(False, _profiling.named(program, named))
             return self.finish(False, self.ready(tensors))
         if self.ready is None:
-            self.ready = _ops.ready(program, tensors, self.differentiates, self.transposed)
-        if self.transposed:
+            self.ready = _ops.ready(program, tensors, self.differentiates, self.exchanged)
+        if self.exchanged:
             tensors = [tensor.transpose(1, 2) for tensor in tensors]
         outputs = _ops.run_plainly(program, tensors, self.differentiates)
-        return self.finish(self.transposed, outputs)
+        return self.finish(self.exchanged, outputs)
 
 
 # The calls that have a program, by their keys.

@@ -356,7 +356,7 @@ def narrow(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.int() for name, tensor in narrow.items()}
 
 
-def are_transposed(*tensors: torch.Tensor) -> bool:
+def are_exchanged(*tensors: torch.Tensor) -> bool:
     """Whether all tensors have the second axis within the third in memory, and one is not
     contiguous.
 
@@ -367,16 +367,16 @@ def are_transposed(*tensors: torch.Tensor) -> bool:
     """
     if all(tensor.is_contiguous() for tensor in tensors):
         return False
-    turned = [
+    exchanged = [
         tensor.transpose(1, 2).is_contiguous() or tensor.stride(1) < tensor.stride(2)
         for tensor in tensors
     ]
     deciding = [
-        is_turned
-        for is_turned, tensor in zip(turned, tensors, strict=True)
+        is_exchanged
+        for is_exchanged, tensor in zip(exchanged, tensors, strict=True)
         if 1 not in tensor.shape[1:3]
     ]
-    return all(deciding or turned)
+    return all(deciding or exchanged)
 
 
 def stacked(name: str, pieces: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ def with_copies(
     call: Callable[[Tensors], Tensors],
     like: Tensors,
     copied: Sequence[bool],
-    turned: Sequence[bool],
+    exchanged: Sequence[bool],
 ) -> Callable[[Tensors], Tensors]:
     """The call with copies of some of its tensors, which have the strides of `like`.
 
@@ -22,8 +22,8 @@ def with_copies(
     if not any(copied):
         return call
     copies = [
-        _copy_of(tensor, is_turned) if is_copied else None
-        for tensor, is_copied, is_turned in zip(like, copied, turned, strict=True)
+        _copy_of(tensor, is_exchanged) if is_copied else None
+        for tensor, is_copied, is_exchanged in zip(like, copied, exchanged, strict=True)
     ]
 
     def copying(tensors: Tensors) -> Tensors:
@@ -37,12 +37,12 @@ def with_copies(
     return copying
 
 
-def _copy_of(like: torch.Tensor, turned: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that makes a tensor contiguous, or contiguous with axes exchanged if `turned`."""
+def _copy_of(like: torch.Tensor, exchanged: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that makes a tensor contiguous, or contiguous with its axes exchanged."""
     kept = torch.empty_like(like, device="meta")
-    if (kept.transpose(1, 2) if turned else kept).is_contiguous():
+    if (kept.transpose(1, 2) if exchanged else kept).is_contiguous():
         return torch.clone
-    if turned:
+    if exchanged:
         return lambda tensor: tensor.transpose(1, 2).contiguous().transpose(1, 2)
     return torch.Tensor.contiguous
 

@@ -220,22 +220,19 @@ def copies(function: _programs.Function, plan: Plan, tensors: Sequence[torch.Ten
 def ready(
     function: _programs.Function,
     tensors: Sequence[torch.Tensor],
-    turned: Sequence[bool] = (),
-    turned_results: Sequence[bool] = (),
+    exchanged: Sequence[bool] = (),
+    exchanged_results: Sequence[bool] = (),
 ) -> tuple[Plan, tuple[bool, ...]] | Literal[False] | None:
     """The plan for tensors of these shapes and strides, and which must be made contiguous first.
 
-    `turned` says which tensors, and `turned_results` which results, have their second and third
-    axis exchanged while their memory is unchanged. False where there is no direct launch, and None
-    where a later call may find another answer.
+    `exchanged` says which tensors, and `exchanged_results` which results, have their second and
+    third axis exchanged while their memory is unchanged. False where there is no direct launch, and
+    None where a later call may find another answer.
     """
     if not tensors[0].is_cuda:
         return False
-    if any(turned):
-        tensors = [
-            tensor.transpose(1, 2) if is_turned else tensor
-            for tensor, is_turned in zip(tensors, turned, strict=True)
-        ]
+    if any(exchanged):
+        tensors = _bridge.exchanged(tensors, exchanged)
     found = plan_of(function, tensors)
     if isinstance(found, ClosedError):
         return None if isinstance(found, NoMemoryError) else False
@@ -243,7 +240,9 @@ def ready(
     if settled is None:
         return None
     plan, copied = settled
-    return (plan.turned(turned_results, turned) if any(turned) else plan), copied
+    if any(exchanged):
+        plan = plan.with_exchanged(exchanged_results, exchanged)
+    return plan, copied
 
 
 def _build(function: _programs.Function, tensors: Sequence[torch.Tensor]) -> Plan | ClosedError:

@@ -100,7 +100,7 @@ def run(inputs: Inputs, decay: torch.Tensor | None, call: Call) -> Any:
     if reverse:
         tensors = {name: x if x.ndim == 1 else x.flip(1) for name, x in tensors.items()}
         if ends is not None:  # the last sequence comes first
-            ends, kv, z = T - ends.flip(0), _turned(kv), _turned(z)
+            ends, kv, z = T - ends.flip(0), _exchanged(kv), _exchanged(z)
     if ends is None:
         o, kv, z = _rows(tensors, scale, normalize, kv, z, wanted)
     elif kv is None and not wanted and not normalize:
@@ -115,7 +115,7 @@ def run(inputs: Inputs, decay: torch.Tensor | None, call: Call) -> Any:
     if reverse:
         o = o.flip(1)
         if ends is not None:
-            kv, z = _turned(kv), _turned(z)
+            kv, z = _exchanged(kv), _exchanged(z)
     if not wanted:
         return o, None
     assert kv is not None
@@ -152,7 +152,7 @@ def _parts(
     return kv, parts[1] if call.normalize else None
 
 
-def _turned(states: torch.Tensor | None) -> torch.Tensor | None:
+def _exchanged(states: torch.Tensor | None) -> torch.Tensor | None:
     """The states of N sequences in the opposite order."""
     return None if states is None else states.flip(0)
 

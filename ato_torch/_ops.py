@@ -105,17 +105,17 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
 
 
 def ready(
-    program: _programs.Program, tensors: Tensors, differentiates: bool, turned: bool
+    program: _programs.Program, tensors: Tensors, differentiates: bool, exchanged: bool
 ) -> Callable[[Tensors], Tensors] | Literal[False] | None:
     """A function that does what `run_plainly` does, for q, k and v of these shapes and strides.
 
-    It skips all checks of its tensors. If `turned`, the tensors that it takes and the outputs have
-    their second and third axis exchanged while their memory is unchanged. False where there is no
-    direct launch, and None where a later call may find another answer.
+    It skips all checks of its tensors. If `exchanged`, the tensors that it takes and the outputs
+    have their second and third axis exchanged while their memory is unchanged. False where there is
+    no direct launch, and None where a later call may find another answer.
     """
     function = program.forward if differentiates else program.answer
     outputs = program.timed if differentiates else program.timed[: program.answers]
-    found = _direct.ready(function, tensors, (turned,) * len(tensors), outputs)
+    found = _direct.ready(function, tensors, (exchanged,) * len(tensors), outputs)
     if not found:
         return found
     plan, copied = found
@@ -127,21 +127,21 @@ def ready(
         return False
     call: Callable[[Tensors], Tensors] = plan
     if differentiates:
-        known = _Known(program, plan, turned)
+        known = _Known(program, plan, exchanged)
         apply = super(torch.autograd.Function, _KnownCall).apply
 
         def recorded(tensors: Tensors) -> Tensors:
             return apply(known, *tensors)
 
         call = recorded
-    return _copies.with_copies(call, tensors, copied, (turned,) * len(tensors))
+    return _copies.with_copies(call, tensors, copied, (exchanged,) * len(tensors))
 
 
 class _Known:
     """A program with a gradient, and its plans for tensors of known shapes and strides."""
 
-    def __init__(self, program: _programs.Program, plan: _direct.Plan, turned: bool) -> None:
-        self.program, self.plan, self.turned = program, plan, turned
+    def __init__(self, program: _programs.Program, plan: _direct.Plan, exchanged: bool) -> None:
+        self.program, self.plan, self.exchanged = program, plan, exchanged
         self.answers = program.answers
         # Calls of the backward pass by the gradients needed and the strides of the cotangent, each
         # with the strides of all its tensors.
@@ -176,21 +176,21 @@ class _Known:
         outputs = len(tensors) - len(needed) - 1
         given = (True,) + (False,) * (outputs - 1)
         function = self.program.backward(needed, given)
-        turned, gradients = self.turned_ones(needed, given)
-        found = _direct.ready(function, tensors, turned, gradients)
+        exchanged, gradients = self.exchanged_ones(needed, given)
+        found = _direct.ready(function, tensors, exchanged, gradients)
         if not found:
             return found
         plan, copied = found
-        return _copies.with_copies(plan, tensors, copied, turned)
+        return _copies.with_copies(plan, tensors, copied, exchanged)
 
-    def turned_ones(
+    def exchanged_ones(
         self, needed: tuple[bool, ...], given: tuple[bool, ...]
     ) -> tuple[list[bool], list[bool]]:
         """Which tensors of the backward pass, and which gradients, have their axes exchanged."""
         timed = self.program.timed[: len(given)]
         of_given = [each for each, is_given in zip(timed, given, strict=True) if is_given]
         tensors = [*(True for _ in needed), *timed, *of_given]
-        return [self.turned and each for each in tensors], [self.turned] * sum(needed)
+        return [self.exchanged and each for each in tensors], [self.exchanged] * sum(needed)
 
 
 @torch.compiler.assume_constant_result
@@ -306,14 +306,14 @@ class _KnownCall(torch.autograd.Function):
                 return None, *_placed(needed, gradients)
         outputs = len(tensors) - len(needed)
         given = tuple(n < len(cotangents) and cotangents[n] is not None for n in range(outputs))
-        tensors, (turned, of_gradients) = [*tensors, *chosen], known.turned_ones(needed, given)
-        tensors = _exchanged(tensors, turned)
+        exchanged, of_gradients = known.exchanged_ones(needed, given)
+        tensors = _bridge.exchanged([*tensors, *chosen], exchanged)
         if plainly:
             backward = known.program.backward(needed, given)
             gradients = _profiling.execute(known.program, backward, tensors, backward=True)
         else:
             gradients = _Gradient.apply(known.program, needed, given, *tensors)
-        return None, *_placed(needed, _exchanged(gradients, of_gradients))
+        return None, *_placed(needed, _bridge.exchanged(gradients, of_gradients))
 
 
 # True for the batches of `is_grads_batched` and `jacobian(vectorize=True)`, made by an older vmap.
@@ -348,13 +348,6 @@ def _one_by_one(backward: Callable[..., Any], ctx: Any, cotangents: Sequence[Any
         None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, 1)
         for parts in zip(*found, strict=True)
     )
-
-
-def _exchanged(tensors: Tensors, turned: Sequence[bool]) -> list[torch.Tensor]:
-    return [
-        tensor.transpose(1, 2) if is_turned else tensor
-        for tensor, is_turned in zip(tensors, turned, strict=True)
-    ]
 
 
 class _Gradient(torch.autograd.Function):

@@ -75,7 +75,7 @@ class Plan:
         self.executable, self.index = executable, like[0].device.index
         # The plan for contiguous tensors, if this one is for others.
         self.contiguous: Plan | None = None
-        # Which tensors have their second and third axis exchanged; the others may be left out.
+        # Which tensors have their second and third axis exchanged; empty where none has.
         self.exchanged: Sequence[bool] = ()
         self.facts = [(tuple(one.shape), one.stride(), one.dtype) for one in results]
         bases, self.scratch_bytes = _bases(executable, like, results)
@@ -97,7 +97,7 @@ class Plan:
         """Whether a CUDA graph of the caller may hold its launches."""
         return self.kernels.loaded.is_captured
 
-    def turned(self, which: Sequence[bool], tensors: Sequence[bool] = ()) -> Plan:
+    def with_exchanged(self, which: Sequence[bool], tensors: Sequence[bool] = ()) -> Plan:
         """This plan with the second and third axis of some results exchanged, memory unchanged.
 
         `which` says of each result whether its axes are exchanged; it may be longer than results.
@@ -106,7 +106,7 @@ class Plan:
         plan = copy.copy(self)
         plan.exchanged = tensors
         if self.contiguous is not None:
-            plan.contiguous = self.contiguous.turned(which, tensors)
+            plan.contiguous = self.contiguous.with_exchanged(which, tensors)
         plan.facts = [
             (_exchanged(size), _exchanged(stride), dtype) if is_it else (size, stride, dtype)
             for (size, stride, dtype), is_it in zip(self.facts, which, strict=False)
@@ -134,7 +134,9 @@ class Plan:
             ]
         ):
             # A copy with the strides of a part would take the memory of the whole.
-            return (self.contiguous or self)(_dense(tensors, self.exchanged), as_graph)
+            which = self.exchanged or [False] * len(tensors)
+            kept = _bridge.dense(_bridge.exchanged(tensors, which))
+            return (self.contiguous or self)(_bridge.exchanged(kept, which), as_graph)
         results = [empty_strided(*fact) for fact in self.facts]
         addresses = self.fixed.copy()
         addresses += [tensor.data_ptr() for tensor in tensors]
@@ -176,13 +178,6 @@ is_capturing = torch.cuda.is_current_stream_capturing
 def unread_memory(place: torch.device) -> torch.Tensor:
     """Memory for steps to write what nothing reads."""
     return torch.empty(UNREAD_BYTES, dtype=torch.uint8, device=place)
-
-
-def _dense(tensors: Sequence[torch.Tensor], exchanged: Sequence[bool]) -> list[torch.Tensor]:
-    """`_bridge.dense` of tensors of which some have their second and third axis exchanged."""
-    which = {n for n, is_it in enumerate(exchanged) if is_it}
-    found = _bridge.dense([x.transpose(1, 2) if n in which else x for n, x in enumerate(tensors)])
-    return [x.transpose(1, 2) if n in which else x for n, x in enumerate(found)]
 
 
 def _exchanged(numbers: tuple[int, ...]) -> tuple[int, ...]:

@@ -233,8 +233,8 @@ def attention(
         "implementation": implementation,
         "layout": "bhtd",
     }
-    transposed = _checks.are_transposed(query, key, value)
-    if transposed:
+    exchanged = _checks.are_exchanged(query, key, value)
+    if exchanged:
         options["layout"] = "bthd"
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     tensors |= {"q": query, "k": key, "v": value}
@@ -243,19 +243,19 @@ def attention(
     finish = functools.partial(_attention_results, shape, return_lse)
     outputs = _ops.run("attention", tensors, options)
     if known is not None and straight and len(tensors) == 3:
-        known.fill("attention", (query, key, value), options, transposed, finish)
-    return finish(transposed, outputs)
+        known.fill("attention", (query, key, value), options, exchanged, finish)
+    return finish(exchanged, outputs)
 
 
 def _attention_results(
-    shape: tuple[int, ...] | None, return_lse: bool, transposed: bool, outputs: Any
+    shape: tuple[int, ...] | None, return_lse: bool, exchanged: bool, outputs: Any
 ) -> Any:
-    out = outputs[0].transpose(1, 2) if transposed else outputs[0]
+    out = outputs[0].transpose(1, 2) if exchanged else outputs[0]
     if shape is not None:
         out = out.reshape(*shape, out.shape[-1])
     if not return_lse:
         return out
-    lse = outputs[1].transpose(1, 2) if transposed else outputs[1]
+    lse = outputs[1].transpose(1, 2) if exchanged else outputs[1]
     return out, lse if shape is None else lse.reshape(shape)
 
 

@@ -208,8 +208,8 @@ def linear_attention(
     straight = batched and query is given[0] and key is given[1] and value is given[2]
     if not batched:
         query, key, value = query[None], key[None], value[None]
-    transposed = _checks.are_transposed(query, key, value)
-    if transposed:
+    exchanged = _checks.are_exchanged(query, key, value)
+    if exchanged:
         layout = "bthd" if layout == "bhtd" else "bhtd"
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         if decay is not None and decay.ndim > 1:
@@ -229,12 +229,12 @@ def linear_attention(
     finish = functools.partial(_linear_results, batched, return_state)
     outputs = _ops.run("linear_attention", tensors, options)
     if known is not None and straight and len(tensors) == 3:
-        known.fill("linear_attention", (query, key, value), options, transposed, finish)
-    return finish(transposed, outputs)
+        known.fill("linear_attention", (query, key, value), options, exchanged, finish)
+    return finish(exchanged, outputs)
 
 
-def _linear_results(batched: bool, return_state: bool, transposed: bool, outputs: Any) -> Any:
-    out = outputs[0].transpose(1, 2) if transposed else outputs[0]
+def _linear_results(batched: bool, return_state: bool, exchanged: bool, outputs: Any) -> Any:
+    out = outputs[0].transpose(1, 2) if exchanged else outputs[0]
     out = out if batched else out[0]
     if not return_state:
         return out

@@ -68,7 +68,7 @@ def forward(
     spec = wanted.request.spec
     assert mosaic_gpu.unsupported(spec, "forward") is None
     config_of = dataclasses.replace(mosaic_gpu.default_config(spec, H200), **config)
-    assert Schedule(spec, config_of).deal.persistent == config.get("persistent", False)
+    assert Schedule(spec, config_of).rounds.persistent == config.get("persistent", False)
     with ato_jax.interpret():
         outputs = jax.jit(functools.partial(mosaic_gpu.forward, spec, config_of))(
             wanted.request.inputs
@@ -288,15 +288,15 @@ def test_each_tile_is_one_item(persistent: bool, right: int | None) -> None:
         consumers=2, rows=64, keys=128, stages=2, persistent=persistent, multiprocessors=7
     )
     schedule = Schedule(spec, config)
-    deal = schedule.deal
-    assert schedule.group == 2 and schedule.tiles == 8 and deal.items == 64
-    places = [tuple(map(int, deal.place(jnp.int32(n)))) for n in range(deal.items)]
+    dealt = schedule.rounds
+    assert schedule.group == 2 and schedule.tiles == 8 and dealt.items == 64
+    places = [tuple(map(int, dealt.place(jnp.int32(n)))) for n in range(dealt.items)]
     wanted = [(b, h, 128 * t) for b in range(2) for h in range(4) for t in range(8)]
     assert sorted(places) == wanted
     # Heads of a group side by side, and tiles that see most keys first.
     first = 7 * 128 if right == 0 else 0
     assert places[:2] == [(0, 0, first), (0, 1, first)]
-    assert deal.persistent == persistent and schedule.blocks == (7 if persistent else 64)
+    assert dealt.persistent == persistent and schedule.blocks == (7 if persistent else 64)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_each_tile_is_one_item(right: int | None) -> None:
     spec = spec_of(right=right, T=2**16, S=1000)
     config = dataclasses.replace(mosaic_gpu.default_config(spec, H200), dkv_consumers=2)
     of = gradient_storage.dkv_passes(spec, config)[0]
-    places = [tuple(map(int, of.deal.place(jnp.int32(n)))) for n in range(of.blocks)]
+    places = [tuple(map(int, of.rounds.place(jnp.int32(n)))) for n in range(of.blocks)]
     wanted = [(b, g, 128 * tile) for b in range(2) for g in range(2) for tile in range(8)]
     assert sorted(places) == wanted
     # All tiles of the heads whose queries fit the cache, the ones that are seen most first.

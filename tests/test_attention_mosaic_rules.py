@@ -26,7 +26,7 @@ def rule(B: int, T: int, D: int, causal: bool, S: int | None = None, **changes: 
     spec = spec_of(**sizes | changes)
     config = mosaic_gpu.default_config(spec, H200)
     passes = {of.of_keys: of for of in gradient_storage.passes(spec, config)}
-    assert Schedule(spec, config).deal.persistent == config.persistent
+    assert Schedule(spec, config).rounds.persistent == config.persistent
     assert passes[False].persistent == config.dq_persistent
     assert passes[True].persistent == config.dkv_persistent
     kernels = [
@@ -39,9 +39,9 @@ def rule(B: int, T: int, D: int, causal: bool, S: int | None = None, **changes: 
 
 def loads_of(spec: AttentionSpec, config: Config) -> Iterator[list[int]]:
     """The steps of each block of each persistent launch."""
-    for deal, steps in launches_of(spec, config):
-        if deal.persistent:
-            yield [sum(steps[tile] for *_, tile in items) for items in taken_by(deal)]
+    for dealt, steps in launches_of(spec, config):
+        if dealt.persistent:
+            yield [sum(steps[tile] for *_, tile in items) for items in taken_by(dealt)]
 
 
 @pytest.mark.parametrize(

@@ -530,12 +530,12 @@ def test_what_is_dropped_is_unloaded_after_its_launches(driver, monkeypatch):
     for stream in (0, 5, 7):
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
         made([x, y])
-    turned = made.turned([True])
+    other = made.with_exchanged([True])
     del made
     _kernels.unload_retired()
     assert not driver.destroyed and not retired
     # It is retired with its last reference, in whatever thread that is: nothing is asked there.
-    del turned
+    del other
     assert len(retired) == 1 and not driver.destroyed
     driver.busy, driver.capturing = {5}, {7}
     for _ in range(2):
@@ -560,7 +560,7 @@ def test_what_a_cuda_graph_captured_stays(driver, monkeypatch):
     made([x, y])
     assert not program.is_pinned()
     monkeypatch.setattr(_plan, "is_capturing", lambda: True)
-    made.turned([True])([x, y])
+    made.with_exchanged([True])([x, y])
     monkeypatch.setattr(_plan, "is_capturing", lambda: False)
     assert program.is_pinned()
     del made
@@ -590,7 +590,7 @@ def test_a_plan_keeps_the_memory_that_it_writes_to(driver, monkeypatch):
         return memory
 
     monkeypatch.setattr(_plan, "unread_memory", its_own)
-    made = plan().turned([True, False])
+    made = plan().with_exchanged([True, False])
     assert found[0]().data_ptr() == made.fixed[0]
 
 
@@ -601,7 +601,7 @@ def test_kernels_are_loaded_once(driver):
 
 
 def test_tensors_as_they_lie(driver):
-    """Misaligned, negated and unstored ones are copied; turned results come back as views are."""
+    """Misaligned, negated and unstored ones are copied; exchanged results come back as views."""
     x, y = torch.randn(2, 1, 2, 3)
     aside = torch.empty(7)[1:].view(1, 2, 3).copy_(x)
     negated = torch._neg_view(y)
@@ -610,7 +610,7 @@ def test_tensors_as_they_lie(driver):
     assert torch.equal(out, (x - y) * -y)
     out, _ = plan()([torch._efficientzerotensor((1, 2, 3)), y])
     assert torch.equal(out, y * y)
-    out, ones = plan().turned([True, False, True])([x, y])
+    out, ones = plan().with_exchanged([True, False, True])([x, y])
     assert torch.equal(out.transpose(1, 2), (x + y) * y) and out.shape == (1, 3, 2)
     assert ones.shape == (1, 2, 3) and ones.is_contiguous()
 
@@ -869,7 +869,7 @@ def test_a_known_call_waits_for_memory_too(building, driver, monkeypatch):
     def build(function, tensors):
         if is_short[0]:
             return _direct.NoMemoryError("planted")
-        return types.SimpleNamespace(is_captured=False, turned=lambda *_: calls.append)
+        return types.SimpleNamespace(is_captured=False, with_exchanged=lambda *_: calls.append)
 
     monkeypatch.setattr(_direct, "_build", build)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -929,18 +929,19 @@ def known(monkeypatch):
     """Plans that are JAX, on a CPU; what they were called with is appended."""
     calls = Known()
 
-    def ready(function, tensors, turned=(), turned_results=()):
-        turned = turned or [False] * len(tensors)
+    def ready(function, tensors, are_exchanged=(), exchanged_results=()):
+        are_exchanged = are_exchanged or [False] * len(tensors)
 
         def must_be_copied(tensors):
-            lie = exchanged(tensors, turned)
+            lie = exchanged(tensors, are_exchanged)
             return tuple(not (calls.reads_strides or x.is_contiguous()) for x in lie)
 
         def plan(tensors):
             calls.append([tensor.stride() for tensor in tensors])
             assert not any(must_be_copied(tensors))
-            results = _bridge.execute(function.jitted, exchanged(tensors, turned))
-            return exchanged(results, turned_results[: len(results)]) if any(turned) else results
+            results = _bridge.execute(function.jitted, exchanged(tensors, are_exchanged))
+            which = exchanged_results[: len(results)]
+            return exchanged(results, which) if any(are_exchanged) else results
 
         return plan, must_be_copied(tensors)
 
@@ -960,7 +961,7 @@ class Zeros:
             for info in jax.eval_shape(function.traced, *arrays)
         ]
 
-    def turned(self, which, tensors):
+    def with_exchanged(self, which, tensors):
         found = copy.copy(self)
         found.results = exchanged(self.results, which[: len(self.results)])
         return found
@@ -970,8 +971,8 @@ class Zeros:
 
 
 @pytest.mark.parametrize("name", ["attention", "lse", "linear", "linear state"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_what_a_cuda_graph_captures_was_built_before(monkeypatch, name, turned):
+@pytest.mark.parametrize("are_exchanged", [False, True])
+def test_what_a_cuda_graph_captures_was_built_before(monkeypatch, name, are_exchanged):
     """One call, forward and backward, is enough: those like it find what that one built, the second
     one, which takes another way there, included."""
     built = []
@@ -987,7 +988,7 @@ def test_what_a_cuda_graph_captures_was_built_before(monkeypatch, name, turned):
     _programs.kept.clear()
     shape = (1, 2, 5, 4)
     drawn = [torch.randn(shape) for _ in range(3)]
-    leaves = [x.transpose(1, 2) if turned else x for x in drawn]
+    leaves = [x.transpose(1, 2) if are_exchanged else x for x in drawn]
     leaves = [x.detach().requires_grad_() for x in leaves]
     for n in range(4):
         out, *rest = torch.utils._pytree.tree_leaves(CALLS[name](*leaves))
@@ -995,15 +996,15 @@ def test_what_a_cuda_graph_captures_was_built_before(monkeypatch, name, turned):
         assert len(built) == len(set(map(id, built))) == 2, n
 
 
-def exchanged(tensors, turned):
-    return [x.transpose(1, 2) if is_ else x for x, is_ in zip(tensors, turned, strict=True)]
+def exchanged(tensors, which):
+    return [x.transpose(1, 2) if is_ else x for x, is_ in zip(tensors, which, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["attention", "lse", "linear", "linear state"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_known_call_is_what_it_was(known, name, turned):
+@pytest.mark.parametrize("are_exchanged", [False, True])
+def test_a_known_call_is_what_it_was(known, name, are_exchanged):
     tensors = [tensor[:, :, :9].contiguous() for tensor in inputs(torch.float32, "cpu")]
-    if turned:
+    if are_exchanged:
         tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     leaves = [tensor.requires_grad_() for tensor in tensors]
     function = CALLS[name]

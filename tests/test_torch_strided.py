@@ -760,10 +760,10 @@ def test_one_head_of_keys_has_either_order(known):  # noqa: F811
     )
     # Tensors [B, H, T, D] in memory keep their order, whatever a single head says.
     plain = torch.randn(B, H, length, D)
-    assert not _checks.are_transposed(plain, key, value)
-    assert not _checks.are_transposed(key, key, value)
-    assert _checks.are_transposed(plain.transpose(1, 2), key, value)
-    assert _checks.are_transposed(query, key, value)
+    assert not _checks.are_exchanged(plain, key, value)
+    assert not _checks.are_exchanged(key, key, value)
+    assert _checks.are_exchanged(plain.transpose(1, 2), key, value)
+    assert _checks.are_exchanged(query, key, value)
 
 
 # On a card

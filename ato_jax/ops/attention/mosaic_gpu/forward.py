@@ -482,7 +482,7 @@ def finish(walk: Walk, mine: Own, carried: Carried) -> None:
 
 def await_stores(walk: Walk) -> None:
     """Waits until the copy engine has read the last tile's out, whose place is filled again."""
-    if Schedule(walk.spec, walk.config).deal.persistent:
+    if Schedule(walk.spec, walk.config).rounds.persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

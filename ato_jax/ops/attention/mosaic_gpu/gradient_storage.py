@@ -16,7 +16,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs, segments, visibility
 from ato_jax.ops.attention.mosaic_gpu.frame import Config, Side
-from ato_jax.ops.attention.mosaic_gpu.rounds import Deal, Place
+from ato_jax.ops.attention.mosaic_gpu.rounds import Place, Rounds
 from ato_jax.ops.attention.mosaic_gpu.schedule import ITEM_BYTES, Item
 from ato_jax.ops.attention.mosaic_gpu.storage import MEMORY, consumers_of
 from ato_jax.ops.attention.spec import AttentionSpec, Limits, Ranges, sums_by_query
@@ -115,19 +115,19 @@ class Pass:
         return int(pl.cdiv(self.own[0].length, self.tile))
 
     @property
-    def deal(self) -> Deal:
+    def rounds(self) -> Rounds:
         spec, causal, heads = self.spec, self.spec.right is not None, self.heads
         sizes = self.tiles, self.tile, self.group
-        return Deal(spec.B, heads, *sizes, causal, not self.of_keys, self.most_blocks)
+        return Rounds(spec.B, heads, *sizes, causal, not self.of_keys, self.most_blocks)
 
     @property
     def persistent(self) -> bool:
         """Whether blocks take several items each."""
-        return self.deal.persistent
+        return self.rounds.persistent
 
     @property
     def blocks(self) -> int:
-        return self.deal.blocks
+        return self.rounds.blocks
 
     @property
     def group(self) -> int:
@@ -446,9 +446,9 @@ class Walk:
             return before + of.members * item.steps
 
         if of.persistent:
-            items, steps = of.deal.each(block, one, nothing)
+            items, steps = of.rounds.each(block, one, nothing)
             return items, lambda: steps
-        item = self.item(of.deal.place(block), nothing, nothing)
+        item = self.item(of.rounds.place(block), nothing, nothing)
         do(item)
         return 1, lambda: of.members * item.steps
 

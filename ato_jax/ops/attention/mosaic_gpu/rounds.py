@@ -31,7 +31,7 @@ Place = tuple[Any, Any, Any]  # batch entry, head, first row
 
 
 @dataclasses.dataclass(frozen=True)
-class Deal:
+class Rounds:
     """Which items each block takes.
 
     Attributes:

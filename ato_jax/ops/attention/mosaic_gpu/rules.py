@@ -10,7 +10,7 @@ from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import frame, pairs
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
 from ato_jax.ops.attention.mosaic_gpu.gradient_storage import ROWS, Pass, passes
-from ato_jax.ops.attention.mosaic_gpu.rounds import Deal
+from ato_jax.ops.attention.mosaic_gpu.rounds import Rounds
 from ato_jax.ops.attention.mosaic_gpu.schedule import Schedule
 from ato_jax.ops.attention.spec import AttentionSpec, sums_by_query
 
@@ -101,19 +101,19 @@ def _filling(multiprocessors: int, limit: int, most: int, rows: int, heads: int)
 def _with_loads_ahead(spec: AttentionSpec, config: Config) -> Config:
     """The config with a persistent launch of each kernel that it makes faster."""
     every = dataclasses.replace(config, persistent=True, dq_persistent=True, dkv_persistent=True)
-    forward = _loads_ahead(spec, Schedule(spec, every).deal)
+    forward = _loads_ahead(spec, Schedule(spec, every).rounds)
     gradients = {of.of_keys: _loads_gradients_ahead(spec, of) for of in passes(spec, every)}
     dq, dkv = gradients[False], gradients[True]
     return dataclasses.replace(config, persistent=forward, dq_persistent=dq, dkv_persistent=dkv)
 
 
-def _pays(spec: AttentionSpec, deal: Deal) -> bool:
+def _pays(spec: AttentionSpec, rounds: Rounds) -> bool:
     """Whether blocks take several tiles, and the fullest one so little more than the mean that the
     others do not wait for it longer than loading ahead saves. Without a causal mask launches of
     one tile a block leave as many blocks idle at their end."""
-    if not deal.persistent:
+    if not rounds.persistent:
         return False
-    return spec.right is None or deal.imbalance <= 1 + KEYS_SAVED / spec.S
+    return spec.right is None or rounds.imbalance <= 1 + KEYS_SAVED / spec.S
 
 
 def _is_square(spec: AttentionSpec) -> bool:
@@ -124,12 +124,12 @@ def _is_square(spec: AttentionSpec) -> bool:
     return spec.right == 0 and spec.T == spec.S and begins_at_zero
 
 
-def _loads_ahead(spec: AttentionSpec, deal: Deal) -> bool:
+def _loads_ahead(spec: AttentionSpec, rounds: Rounds) -> bool:
     """Whether a persistent launch of the forward kernel was faster with such sizes, and pays."""
     if reads_eight_bits(spec) or max(spec.D, spec.V) > 128:
         return False
     was_faster = spec.right is None or (_is_square(spec) and spec.S <= MOST_KEYS_AHEAD)
-    return was_faster and _pays(spec, deal)
+    return was_faster and _pays(spec, rounds)
 
 
 def _loads_gradients_ahead(spec: AttentionSpec, of: Pass) -> bool:
@@ -141,4 +141,4 @@ def _loads_gradients_ahead(spec: AttentionSpec, of: Pass) -> bool:
     else:
         is_short = 256 < spec.S <= MOST_KEYS_OF_GRADIENTS_AHEAD
         was_faster = widest <= 128 and is_short and _is_square(spec)
-    return was_faster and _pays(spec, of.deal)
+    return was_faster and _pays(spec, of.rounds)

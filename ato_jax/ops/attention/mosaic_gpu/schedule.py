@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from ato_jax.ops.attention.eight_bits import reads_eight_bits
 from ato_jax.ops.attention.mosaic_gpu import frame
 from ato_jax.ops.attention.mosaic_gpu.frame import Config
-from ato_jax.ops.attention.mosaic_gpu.rounds import Deal, Place
+from ato_jax.ops.attention.mosaic_gpu.rounds import Place, Rounds
 from ato_jax.ops.attention.spec import AttentionSpec, Ranges
 
 # The size of an element of 16 bits.
@@ -64,14 +64,14 @@ class Schedule:
         return min(self.heads, max(1, frame.CACHE_BYTES // of_keys) * (spec.H // spec.G))
 
     @property
-    def deal(self) -> Deal:
+    def rounds(self) -> Rounds:
         spec, config, causal = self.spec, self.config, self.spec.right is not None
         most = config.multiprocessors if config.persistent else None
-        return Deal(spec.B, spec.H, self.tiles, config.tile, self.group, causal, True, most)
+        return Rounds(spec.B, spec.H, self.tiles, config.tile, self.group, causal, True, most)
 
     @property
     def blocks(self) -> int:
-        return self.deal.blocks
+        return self.rounds.blocks
 
     def each(
         self, seen: Callable[[Any, Any], Ranges], do: Callable[[Item], None]
@@ -86,6 +86,6 @@ class Schedule:
             do(item)
             return before + item.steps
 
-        if self.deal.persistent:
-            return self.deal.each(block, one, jnp.int32(0))
-        return 1, one(jnp.int32(0), self.deal.place(block), jnp.int32(0))
+        if self.rounds.persistent:
+            return self.rounds.each(block, one, jnp.int32(0))
+        return 1, one(jnp.int32(0), self.rounds.place(block), jnp.int32(0))
