@@ -1353,7 +1353,7 @@ def test_as_they_lie():
                 assert torch.equal(ours, theirs)
         told = ato_torch.explain(CALLS[name], *leaves)
         assert told.forward.road == told.backward.road == "direct", told
-    plans = [plan for plan in _checked_calls.checked.values() if plan.transposed]
+    plans = [plan for plan in _checked_calls.checked.values() if plan.exchanged]
     assert plans and all(plan.ready for plan in plans)
 
 
