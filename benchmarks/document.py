@@ -22,6 +22,7 @@ from benchmarks import (
     choices,
     cliffs,
     findings,
+    kept,
     latency,
     linear,
     machine,
@@ -72,6 +73,8 @@ OTHERS: dict[Callable[[Path], list[Table]], str] = {
     memory.tables: "memory",
     training.tables: training.NAME,
 }
+# Suites of which `whole` leaves the rows in folders of their own.
+PARTS = ("cliffs", "sdpa")
 # The report says this where a file of results names no commit.
 OLD_KERNELS = (
     "The rows of softmax attention were measured before the Mosaic GPU forward kernel for Hopper "
@@ -442,7 +445,9 @@ def keep(folder: Path) -> list[Path]:
     """
     texts = {}
     for path in sorted(folder.glob("*.json")):
-        found = results.read(path)
+        parts = [path, *(part for name in PARTS if (part := folder / name / path.name).exists())]
+        names = [str(part.relative_to(folder)) for part in parts]
+        found = kept.merged(names, [*map(results.read, parts)], machines_may_differ=True)
         found.commit = machine.of_sources(found.commit)
         texts[run.FOLDER / path.name] = results.json_text(found)
     if not texts:

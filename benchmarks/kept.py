@@ -143,7 +143,8 @@ def resumed(path: Path, earlier: Results, here: Results) -> Results:
     about = earlier.about | here.about
     if earlier.machine != here.machine and FLAGS.another_machine:
         demand_same(path, *(_facts(one) | {"machine": ""} for one in (earlier, here)))
-        demand_like(path, earlier, here)
+        if unlike := rates_apart(earlier, here):
+            raise ResultsError(f"{path} cannot be resumed on this machine: {unlike}")
         about["machines"] = _machines(earlier, here)
     else:
         demand_same(path, *(_facts(one) for one in (earlier, here)))
@@ -178,19 +179,20 @@ def _whole(path: Path, earlier: Results, kept: list[Row]) -> list[Row]:
     return whole
 
 
-def demand_like(path: Path, earlier: Results, here: Results) -> None:
-    """Raises an error where a copy or a large product runs at other rates than there."""
-    rates = [("a copy", MOST_APART, (earlier.bandwidth, here.bandwidth))]
-    for dtype in sorted(earlier.matrix.keys() & here.matrix.keys()):
-        both = earlier.matrix[dtype], here.matrix[dtype]
+def rates_apart(there: Results, here: Results) -> str:
+    """Where a copy or a large product runs at other rates on two machines; "" where they do not."""
+    rates = [("a copy", MOST_APART, (there.bandwidth, here.bandwidth))]
+    for dtype in sorted(there.matrix.keys() & here.matrix.keys()):
+        both = there.matrix[dtype], here.matrix[dtype]
         rates.append((f"a large product of {dtype}", MOST_APART_OF_PRODUCTS, both))
     for what, allowed, both in rates:
         apart = noise.drift(both)
         if apart is not None and apart > allowed:
-            raise ResultsError(
-                f"{path} cannot be resumed on this machine: {what} ran at {both[0]:.3g} a second "
-                f"there and at {both[1]:.3g} here, {apart:.0%} apart"
+            return (
+                f"{what} ran at {both[0]:.3g} a second there and at {both[1]:.3g} here, "
+                f"{apart:.0%} apart"
             )
+    return ""
 
 
 def _machines(earlier: Results, here: Results) -> str:
@@ -282,7 +284,9 @@ def _facts(found: Results) -> dict[str, Any]:
     return noted | {name: getattr(found, name) for name in results.SAME}
 
 
-def merged(names: Sequence[str], parts: Sequence[Results]) -> Results:
+def merged(
+    names: Sequence[str], parts: Sequence[Results], machines_may_differ: bool = False
+) -> Results:
     """The first file's rows, and of the others those that it lacks, at its byte limits.
 
     A row that two of them have was timed twice: where these times disagree, it is doubtful.
@@ -292,10 +296,17 @@ def merged(names: Sequence[str], parts: Sequence[Results]) -> Results:
     suites, about = dict(first.suites), dict(first.about)
     for name, part in zip(names[1:], parts[1:], strict=True):
         both = _facts(first), _facts(part)
+        if machines_may_differ and first.machine != part.machine:
+            both = both[0] | {"machine": ""}, both[1] | {"machine": ""}
+            if unlike := rates_apart(first, part):
+                raise ResultsError(f"{name} cannot be merged with {names[0]}: {unlike}")
+            about["machines"] = _machines(dataclasses.replace(first, about=about), part)
         if differ := differences(*both, f"in {names[0]}", f"in {name}"):
             raise ResultsError(f"{name} cannot be merged: {differ}")
         for row in part.rows:
             row = _at_limits_of(first, part, row)
+            if first.machine != part.machine:
+                row.machine = row.machine or part.machine
             known = rows.get(row.key)
             if known is None or not known.seconds and row.seconds:
                 rows[row.key] = row

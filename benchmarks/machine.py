@@ -102,7 +102,8 @@ def identity() -> str:
     """This machine and its card among others of their kind, as eight digits: figures of two
     machines are not put together.
     """
-    return hashlib.sha256((nvidia("uuid") or platform.node()).encode()).hexdigest()[:8]
+    card = nvidia("uuid", (own_cards() or ["0"])[0])
+    return hashlib.sha256((card or platform.node()).encode()).hexdigest()[:8]
 
 
 def commit(root: Path = ROOT) -> str:

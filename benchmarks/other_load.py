@@ -1,8 +1,9 @@
 """What else runs on this machine while something is timed: programs that are neither this process
 nor one that it started.
 
-On the CPU: the busy seconds of all cores less those of this process and its descendants, both of
-/proc, so on Linux alone. They disturb only where they leave fewer cores than the timed call uses.
+On the CPU: the busy seconds of the cores that this process may run on, less those of this process
+and its descendants, both of /proc, so on Linux alone. They disturb only where they leave fewer
+cores than the timed call uses.
 On the GPU: the processes that nvidia-smi lists on the GPUs that this process sees. In a container
 it lists none, or numbers of another namespace, and then other processes on the GPU are not seen.
 """
@@ -49,13 +50,21 @@ def family() -> dict[int, float]:
 
 
 def busy_seconds() -> float | None:
-    """That all cores were busy since the system started; None where /proc does not say."""
+    """That the cores which this process may run on were busy since the system started; None where
+    /proc does not say.
+    """
     try:
-        fields = (PROC / "stat").read_text().split("\n", 1)[0].split()
+        lines = (PROC / "stat").read_text().splitlines()
     except OSError:
         return None
-    user, nice, system, _idle, _wait, irq, softirq, stolen = map(int, fields[1:9])
-    return (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    ticks = 0
+    for line in lines:
+        name, *fields = line.split() or [""]
+        if name in own:
+            user, nice, system, _idle, _wait, irq, softirq, stolen = map(int, fields[:8])
+            ticks += user + nice + system + irq + softirq + stolen
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 _seen_on_gpu = (-GPU_EVERY_SECONDS, "")
@@ -100,7 +109,7 @@ class Watch:
     def told(self) -> str:
         """What disturbed the times that were taken since; "" for nothing."""
         on_gpu_too = self._platform == "gpu"
-        cores, others = os.cpu_count() or 1, self.others()
+        cores, others = byte_limit.threads(), self.others()
         used = HOST_THREADS_OF_A_GPU if on_gpu_too else byte_limit.threads()
         reasons = [on_gpu()] if on_gpu_too else []
         if others is not None and others > max(0, cores - used) + TOLERATED_CORES:

@@ -9,20 +9,22 @@ The stages, each a command of its own that goes on with what its file lacks:
     latency    a decode loop by percentiles        DIR/latency/CARD.json
     memory     a training step's memory            DIR/memory/CARD.json
     training   a model's step beside PyTorch's     DIR/training/CARD.json
-    sdpa       ato_torch beside SDPA's default,    DIR/CARD.json
-               heads of 128 columns
-    cliffs     options beside their base cases     DIR/CARD.json
+    cliffs     options beside their base cases     DIR/cliffs/CARD.json
+    sdpa       ato_torch beside SDPA's default     DIR/sdpa/CARD.json
     choices    the backends by name, every second  DIR/choices/CARD.json
                row
 
-The suites `sdpa` and `choices` have more rows: `run --suite=NAME` measures all of one.
+`run --suite=choices` measures every row of the last one.
+
+On a machine with several GPUs each of them takes the next stage, with its share of the cores, and
+what a stage prints is in DIR/STAGE.log. CUDA_VISIBLE_DEVICES=0 in front keeps to one.
 
 A stage whose file has every row is left out. A stage that dies is started again, a few times at
 most. SIGTERM ends all of it and loses nothing that was measured.
 
-`python -m benchmarks report --new=DIR` then keeps the files in benchmarks/results and makes the
-documents and the pictures of them. Where the command ran in a copy without its history, this also
-finds the commit of its sources.
+`python -m benchmarks report --new=DIR` then puts the rows of `cliffs` and `sdpa` to those of the
+report, keeps the files in benchmarks/results and makes the documents and the pictures of them.
+Where the command ran in a copy without its history, this also finds the commit of its sources.
 
 The exit status is 0 where nothing is lacking, 3 where the same command has to be run again, and 2
 where a file is of another machine, version or commit.
@@ -30,12 +32,17 @@ where a file is of another machine, version or commit.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
+import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -76,9 +83,6 @@ REFUSED = 2
 MOST_STARTS = 4
 # The report has every second row of the choices: all of them take a card more than nine minutes.
 CHOICES_EVERY = 2
-# The report has the cases of that suite whose names contain this: heads of 128 columns, and of 16
-# on a CPU.
-OF_SDPA = " D1"
 # A stage takes about a minute to start: the imports, a copy's bandwidth, what is compiled.
 SHORTEST_SECONDS = 60.0
 # What a stage may take beyond its time: the call that runs then, and its tables.
@@ -140,7 +144,6 @@ def _of_sdpa(path: Path, platform: str) -> int:
     wanted = {
         (str(case), phase, name)
         for case, phase in sdpa.CONTEST.groups(platform)
-        if OF_SDPA in str(case)
         for name in (sdpa.OURS, sdpa.THEIRS)
     }
     return len(wanted - known)
@@ -159,13 +162,18 @@ def _of_cases(cases: Mapping[str, Sequence[Any]], path: Path, platform: str) -> 
     return len(wanted - measured)
 
 
-# Prints where JAX computes.
-PROBE = "from benchmarks import ours; print(ours.platform()); print(ours.device_name())"
+# Prints where JAX computes, and on how many devices.
+PROBE = """
+import jax
+from benchmarks import ours
+print(ours.platform(), jax.local_device_count())
+print(ours.device_name())
+"""
 
 
-def probed() -> tuple[str, str]:
-    """The platform and the name of the device, by a process of its own: what this one held on a GPU
-    would be another program's beside all that its commands time.
+def probed() -> tuple[str, str, int]:
+    """The platform, the name of the device, and how many there are, by a process of its own: what
+    this one held on a GPU would be another program's beside all that its commands time.
     """
     command = [sys.executable, "-c", PROBE]
     try:
@@ -174,8 +182,33 @@ def probed() -> tuple[str, str]:
         )
     except subprocess.CalledProcessError as error:
         raise ResultsError(f"JAX finds no device: {error.stderr.strip()[-300:]}") from error
-    platform, name = found.stdout.strip().splitlines()[-2:]
-    return "gpu" if platform == "gpu" else "cpu", name
+    told, name = found.stdout.strip().splitlines()[-2:]
+    platform, count = told.split()
+    return ("gpu", name, int(count)) if platform == "gpu" else ("cpu", name, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where stages run: on all of the machine, or beside others on one card and some of the cores,
+    what they print in files of this folder.
+    """
+
+    card: str = ""
+    cores: frozenset[int] = frozenset()
+    folder: Path | None = None
+
+
+def places(count: int, folder: Path) -> list[Place]:
+    """One for each card, with about as many cores."""
+    if count == 1:
+        return [Place()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    cards = visible.split(",") if visible else [str(number) for number in range(count)]
+    # Neighbors in number share caches.
+    cores = sorted(os.sched_getaffinity(0))
+    ends = [len(cores) * number // count for number in range(count + 1)]
+    shares = [frozenset(cores[ends[n] : ends[n + 1]]) for n in range(count)]
+    return [Place(card, share, folder) for card, share in zip(cards, shares, strict=True)]
 
 
 STAGES = (
@@ -200,8 +233,8 @@ STAGES = (
         training.NAME,
         functools.partial(_of_cases, training.CASES),
     ),
-    Stage("sdpa", ("run", "--suite=sdpa", f"--case={OF_SDPA}"), "", _of_sdpa),
-    Stage("cliffs", ("run", f"--suite={cliffs.NAME}"), "", _of_cliffs),
+    Stage(cliffs.NAME, ("run", f"--suite={cliffs.NAME}"), cliffs.NAME, _of_cliffs),
+    Stage("sdpa", ("run", "--suite=sdpa"), "sdpa", _of_sdpa),
     Stage(
         "choices",
         ("run", f"--suite={choices.NAME}", f"--part=1/{CHOICES_EVERY}"),
@@ -222,16 +255,40 @@ def command_of(stage: Stage, path: Path, seconds: float) -> list[str]:
     return command
 
 
-def ran(command: Sequence[str], seconds: float) -> int:
+# The commands that run, and whether they are to be the last ones.
+_running: set[subprocess.Popen[bytes]] = set()
+_over = threading.Event()
+
+
+def ran(command: Sequence[str], seconds: float, place: Place, name: str) -> int:
     """The exit status of a command, which is stopped after so many seconds."""
-    process = subprocess.Popen(command, cwd=machine.ROOT)
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return _stopped(process)
-    except KeyboardInterrupt:
+    variables = {"CUDA_VISIBLE_DEVICES": place.card} if place.card else {}
+    if place.cores:
+        # Of this thread, and so of the processes that it starts.
+        os.sched_setaffinity(0, place.cores)
+    with contextlib.ExitStack() as files:
+        told: dict[str, Any] = {}
+        if place.folder:
+            log = files.enter_context((place.folder / f"{name}.log").open("ab"))
+            told = {"stdout": log, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=machine.ROOT, env=os.environ | variables, **told)
+        _running.add(process)
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return _stopped(process)
+        finally:
+            _running.discard(process)
+
+
+def stop() -> None:
+    """Ends what runs, and starts nothing more."""
+    _over.set()
+    running = list(_running)
+    for process in running:
+        process.send_signal(signal.SIGTERM)
+    for process in running:
         _stopped(process)
-        raise
 
 
 def _stopped(process: subprocess.Popen[bytes]) -> int:
@@ -243,24 +300,59 @@ def _stopped(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
-def run_stage(stage: Stage, path: Path, platform: str, end: float) -> tuple[int, bool]:
+def run_stage(
+    stage: Stage, path: Path, platform: str, end: float, place: Place = Place()
+) -> tuple[int, bool]:
     """Runs a stage until it lacks nothing or the time is up; the rows that it lacks then, and
     whether it was refused.
     """
     lacking, refused = stage.lacking(path, platform), False
     for _ in range(MOST_STARTS):
         left = end - time.monotonic()
-        if not lacking or left < SHORTEST_SECONDS:
+        if not lacking or left < SHORTEST_SECONDS or _over.is_set():
             break
-        print(f"\n## {stage.name}: {lacking} rows to measure, {left:.0f} s left", flush=True)
+        where = f" on card {place.card}" if place.card else ""
+        told = f"{lacking} rows to measure{where}, {left:.0f} s left"
+        print(f"\n## {stage.name}: {told}", flush=True)
         command = command_of(stage, path, left - MARGIN_SECONDS)
-        status = ran(command, left)
+        status = ran(command, left, place, stage.name)
         before, lacking = lacking, stage.lacking(path, platform)
         refused = status == REFUSED
         # It would be again.
         if refused or status in (0, 1) and lacking == before:
             break
     return lacking, refused
+
+
+def run_stages(
+    folder: Path, card: str, platform: str, count: int, end: float
+) -> dict[str, tuple[int, bool]]:
+    """By stage what `run_stage` says: each of `count` cards takes the next one."""
+    waiting: queue.SimpleQueue[Stage] = queue.SimpleQueue()
+    for stage in STAGES:
+        waiting.put(stage)
+    found = {}
+
+    def serve(place: Place) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                stage = waiting.get_nowait()
+                path = stage.path(folder, card)
+                found[stage.name] = run_stage(stage, path, platform, end, place)
+
+    _over.clear()
+    folder.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        serving = [pool.submit(serve, place) for place in places(count, folder)]
+        try:
+            concurrent.futures.wait(serving, return_when=concurrent.futures.FIRST_EXCEPTION)
+            for one in serving:
+                if one.done():
+                    one.result()
+        except BaseException:
+            stop()
+            raise
+    return {stage.name: found[stage.name] for stage in STAGES}
 
 
 def main(_: Sequence[str]) -> int:
@@ -271,16 +363,12 @@ def main(_: Sequence[str]) -> int:
         )
     end = time.monotonic() + FLAGS.within_s
     folder = Path(FLAGS.folder).absolute()
-    platform, name = probed()
+    platform, name, count = probed()
     card = tuning.table_name(name)
-    left_over, refusals = {}, []
     progress.show("")
-    for stage in STAGES:
-        path = stage.path(folder, card)
-        lacking, refused = run_stage(stage, path, platform, end)
-        refusals += [stage.name] * refused
-        if lacking:
-            left_over[stage.name] = lacking
+    found = run_stages(folder, card, platform, count, end)
+    refusals = [stage for stage, (_, refused) in found.items() if refused]
+    left_over = {stage: lacking for stage, (lacking, _) in found.items() if lacking}
     print("\nThe files of this report:", flush=True)
     for path in dict.fromkeys(stage.path(folder, card) for stage in STAGES):
         if path.exists():

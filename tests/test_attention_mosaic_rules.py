@@ -73,7 +73,7 @@ def loads_of(spec: AttentionSpec, config: Config) -> Iterator[list[int]]:
         # 192 pairs of tiles make one and a half rounds, of whose second one the fullest block takes
         # more than it saves.
         (3, 1024, 128, True, {}, "2 2 2"),
-        # The fullest block has 1.10 and 1.19 times the mean; at T 1024 this pays up to 1.125.
+        # The fullest block has 1.09 and 1.19 times the mean; at T 1024 this pays up to 1.125.
         (9, 1024, 128, True, {}, "2P 2P 2P"),
         (5, 1024, 128, True, {}, "2 2 2"),
         # Each block has one pair of tiles.

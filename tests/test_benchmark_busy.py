@@ -64,7 +64,7 @@ def plant_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, apps: str) -
 
 def plant_on_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Others keep nine cores more busy than there are."""
-    busy = 9.0 + (os.cpu_count() or 1)
+    busy = 9.0 + len(os.sched_getaffinity(0))
     monkeypatch.setattr(other_load, "SHORTEST_SECONDS", 0.0)
     monkeypatch.setattr(other_load, "busy_seconds", lambda: busy * time.monotonic())
     monkeypatch.setattr(other_load, "family", dict)

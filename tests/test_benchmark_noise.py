@@ -236,7 +236,6 @@ def test_what_other_programs_take_of_the_cores(others, seen, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(other_load, "busy_seconds", lambda: busy[0])
     monkeypatch.setattr(other_load, "family", lambda: {1: own[0]})
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(other_load.byte_limit, "threads", lambda: 2)
     watch = other_load.Watch("cpu")
     assert watch.others() is None  # too short to say
@@ -244,8 +243,10 @@ def test_what_other_programs_take_of_the_cores(others, seen, monkeypatch):
     assert watch.others() == pytest.approx(others)
     said = f"other programs kept {others:.1f} of 2 cores busy"
     assert watch.told() == (said if seen else "")
-    # Where cores are left for both, nothing is disturbed.
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    # Where cores are left for both, as beside a GPU, nothing is disturbed.
+    monkeypatch.setattr(other_load, "on_gpu", lambda: "")
+    monkeypatch.setattr(other_load.byte_limit, "threads", lambda: 4)
+    watch._platform = "gpu"
     assert watch.told() == ""
 
 

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from absl.testing import flagsaver
@@ -13,12 +12,9 @@ from absl.testing import flagsaver
 from benchmarks import __main__ as entry
 from benchmarks import (
     cards,
-    cliff_rows,
-    cliffs,
     document,
     findings,
     kept,
-    latency,
     machine,
     memory,
     noise,
@@ -26,8 +22,6 @@ from benchmarks import (
     run,
     sdpa,
     summary,
-    training,
-    whole,
 )
 from benchmarks.cases import Case
 from benchmarks.results import Results, ResultsError, Row
@@ -273,134 +267,6 @@ def test_sigterm_keeps_what_was_measured(how, tmp_path):
     # A user ended it, so the row that ran is not to blame.
     assert not kept.doing(path).exists()
     assert ("What was measured is in" in said) == (how == "ends")
-
-
-# All stages.
-
-
-@pytest.fixture
-def stages(tmp_path, monkeypatch):
-    """Two stages that write how many rows they lack; what was run, how often each dies, and the
-    commands that refuse.
-    """
-    ran, dies, refused = [], [0], []
-
-    def lacking(path, platform="cpu"):
-        assert platform == "cpu"
-        return int(path.read_text()) if path.exists() else 4
-
-    def measured(command, seconds):
-        path = Path(next(one for one in command if one.startswith("--json=")).partition("=")[2])
-        ran.append((path.name, [one for one in command if one.startswith("--re")]))
-        path.parent.mkdir(exist_ok=True, parents=True)
-        if command[3] in refused:
-            return 2
-        if dies[0]:
-            dies[0] -= 1
-            return -11
-        path.write_text(str(max(0, lacking(path) - 3)))
-        return 0
-
-    made = [
-        whole.Stage("first", ("run",), "", lacking),
-        whole.Stage("last", ("latency",), "of_last", lacking, timed=False),
-    ]
-    monkeypatch.setattr(whole, "STAGES", made)
-    monkeypatch.setattr(whole, "ran", measured)
-    monkeypatch.setattr(whole, "probed", lambda: ("cpu", "a card"))
-    return ran, dies, refused
-
-
-def test_the_whole_report_goes_on_until_nothing_is_lacking(tmp_path, stages, capsys, caplog):
-    ran, dies, refused = stages
-    with flagsaver.flagsaver(folder=str(tmp_path)):
-        assert entry.main(["benchmarks", "whole"]) == 2 and ran == []
-        with flagsaver.flagsaver(within_s=10.0):
-            assert entry.main(["benchmarks", "whole"]) == whole.LACKING and ran == []
-        assert "Lacking: 4 rows of first, 4 rows of last. The same command goes on" in caplog.text
-        dies[0] = 1
-        with flagsaver.flagsaver(within_s=540.0):
-            assert entry.main(["benchmarks", "whole"]) == 0
-        resumed = ("a_card.json", ["--resume"])
-        # What died is started again, and what lacks a row goes on.
-        assert ran == [resumed, resumed, resumed, ("a_card.json", []), ("a_card.json", [])]
-        told = capsys.readouterr().out
-        assert f"{tmp_path / 'a_card.json'}\n{tmp_path / 'of_last' / 'a_card.json'}\n" in told
-        assert "Nothing is lacking" in told
-        ran.clear()
-        with flagsaver.flagsaver(within_s=540.0):
-            assert entry.main(["benchmarks", "whole"]) == 0 and ran == []
-            # A file that cannot be gone on with is named, and the other stages run.
-            (tmp_path / "a_card.json").write_text("7")
-            (tmp_path / "of_last" / "a_card.json").write_text("2")
-            refused[:] = ["run"]
-            assert entry.main(["benchmarks", "whole"]) == 2
-            assert "Lacking: 7 rows of first. Refused: first, as it says" in caplog.text
-            assert [name for name, _ in ran] == ["a_card.json"] * 2
-
-
-def test_stages_know_what_their_files_lack(tmp_path, monkeypatch):
-    lacks = {stage.name: stage.lacking for stage in whole.STAGES}
-    path = tmp_path / "figures.json"
-    counts = {name: lacking(path, "cpu") for name, lacking in lacks.items()}
-    for suite in (latency, memory, training):
-        name = suite.__name__.rpartition(".")[2]
-        cases = [str(case) for case in suite.CASES["cpu"]]
-        assert counts[name] == len(cases) == 2
-        # A command that ended after its first case is not done.
-        for commit, done, left in (
-            (machine.commit(), cases, 0), (machine.commit(), cases[:1], 1), ("another", cases, 2),
-        ):  # fmt: skip
-            rows = [{"case": case} for case in done]
-            path.write_text(json.dumps({"rows": rows, "commit": commit}))
-            assert lacks[name](path, "cpu") == left
-    late = {"case": cases[0], "skipped": results.NO_TIME_LEFT}
-    path.write_text(json.dumps({"rows": [late], "commit": machine.commit()}))
-    assert lacks["training"](path, "cpu") == 2
-    case = sdpa.CONTEST.cases["cpu"][0]
-    assert counts["sdpa"] == 2 * 2 * 2
-    # On a card, a third of its cases.
-    assert lacks["sdpa"](tmp_path / "none.json", "gpu") == len(sdpa.CONTEST.cases["gpu"]) // 3 * 4
-    step = cliff_rows.STEPS["cpu"][0]
-    for name, of in (("cliffs", str(step.row)), ("sdpa", str(case))):
-        contender = sdpa.OURS if name == "sdpa" else cliffs.OURS
-        reached = dataclasses.replace(row_of(contender, 1.0), case=of)
-        late = dataclasses.replace(untimed(contender, results.NO_TIME_LEFT), case=of)
-        for row, fewer in ((reached, 1), (late, 0)):
-            results.write(path, results.json_text(Results(**NOTED, rows=[row])))
-            assert lacks[name](path, "cpu") == counts[name] - fewer
-
-
-def test_stages_of_one_row_each_go_on_on_another_machine(tmp_path):
-    with flagsaver.flagsaver(another_machine=True, folder=str(tmp_path)):
-        told = {one.name: whole.command_of(one, tmp_path, 60.0) for one in whole.STAGES}
-    given = [name for name, command in told.items() if "--another_machine" in command]
-    assert given == ["report", "sdpa", "cliffs"]
-    assert [name for name, command in told.items() if "--resume" not in command] == [
-        "latency", "memory",
-    ]  # fmt: skip
-
-
-TOUCHES = """
-import jax
-from benchmarks import __main__ as entry, whole
-entry.parsed(["benchmarks", "whole", "--folder=/nowhere", "--within_s=1"])
-assert entry.main(["benchmarks", "whole"]) == whole.LACKING
-assert not jax._src.xla_bridge._backends, "a device was touched"
-"""
-
-
-def test_the_command_itself_holds_nothing_on_a_gpu():
-    """A child would see it as another program on its card, and mark all that it times."""
-    whole_of = [sys.executable, "-c", TOUCHES]
-    found = subprocess.run(whole_of, cwd=machine.ROOT, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert whole.probed()[0] == "cpu"
-
-
-def test_a_command_of_the_report_is_stopped_when_its_time_is_up():
-    silent = "import signal, time; signal.signal(signal.SIGTERM, signal.default_int_handler)\n"
-    assert whole.ran([sys.executable, "-c", f"{silent}time.sleep(60)"], 1.0) != 0
 
 
 def test_a_commit_names_what_was_changed(tmp_path):
