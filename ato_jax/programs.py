@@ -219,6 +219,19 @@ class _Jitted(Program):
         self.call = jax.jit(function)
 
 
+def promoting_ranks(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The function without the caller's `jax_numpy_rank_promotion="raise"`, which is for the
+    caller's own code. Everything that goes through `jit` is traced so.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args, **options)
+
+    return call
+
+
 _jitted = Programs()
 
 
@@ -230,6 +243,8 @@ def jit(static: int = 0) -> Callable[[Callable[Parameters, Result]], Callable[Pa
     """
 
     def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        traced = promoting_ranks(function)
+
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
             options, arrays = arguments[:static], arguments[static:]
@@ -238,7 +253,7 @@ def jit(static: int = 0) -> Callable[[Callable[Parameters, Result]], Callable[Pa
 
             def make() -> _Jitted:
                 platform = device.of_call(leaves).platform
-                return _Jitted(platform, functools.partial(function, *options))
+                return _Jitted(platform, functools.partial(traced, *options))
 
             return _jitted.find(key, make).call(*arrays)
 

@@ -216,9 +216,10 @@ class DeltaNet(nnx.Module):
         Returns:
           [B, T, H], of KimiDeltaAttention [B, T, H, D].
         """
-        steps = self._forget(inputs).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
-        rate = jnp.exp(self.A_log[...].astype(jnp.float32))
-        return -jnp.expand_dims(rate, tuple(range(1, steps.ndim - 2))) * jax.nn.softplus(steps)
+        bias, log_rate = (x[...].astype(jnp.float32) for x in (self.dt_bias, self.A_log))
+        steps = self._forget(inputs).astype(jnp.float32) + bias[None, None]
+        rate = jnp.exp(jnp.expand_dims(log_rate, (0, 1, *range(3, steps.ndim))))
+        return -rate * jax.nn.softplus(steps)
 
     def __call__(
         self,

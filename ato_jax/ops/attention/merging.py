@@ -21,10 +21,10 @@ def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     saw = lse != -jnp.inf
     top = jnp.max(lax.stop_gradient(lse), axis=0)
     top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp(lse - top)  # 0 for -inf
+    weights = jnp.exp(lse - top[None])  # 0 for -inf
     total = jnp.sum(weights, axis=0)
     any_saw = total != 0
     safe = jnp.where(any_saw, total, 1)
     parts = jnp.where(saw[..., None], out.astype(jnp.float32), 0)
-    merged = jnp.sum(parts * (weights / safe)[..., None], axis=0)
+    merged = jnp.sum(parts * (weights / safe[None])[..., None], axis=0)
     return merged.astype(out.dtype), jnp.where(any_saw, top + jnp.log(safe), -jnp.inf)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from ato_jax import device, meshes, shapes
+from ato_jax import device, meshes, programs, shapes
 from ato_jax.ops.attention import blocks
 from ato_jax.ops.attention.api import Window, prepare
 from ato_jax.ops.attention.merging import merge
@@ -192,6 +192,7 @@ def total_attention(
     return total if request.batched else total[0]
 
 
+@programs.promoting_ranks
 def _total(spec: AttentionSpec, T: int, given: tuple[Inputs, jax.Array]) -> jax.Array:
     """[B, S, H] or [B, H, S] from the inputs and the lse of their first T queries."""
     inputs, lse = given

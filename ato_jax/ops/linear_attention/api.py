@@ -375,7 +375,8 @@ def linear_attention(
       kv_lengths: Integers [B]: keys from there on are padding and are never seen. Where T = S, it
         also sets a missing `q_lengths`.
       initial_state: A `LinearState`. With `causal` (T = S) the first segment continues from it;
-        otherwise it is added to the sums, as what earlier keys contribute.
+        otherwise it is added to the sums, as what earlier keys contribute; with segments, to those
+        of the first one alone.
       return_state: Return (out, state) in place of out: the state after the last valid key, of the
         last segment.
       layout: "bthd", or "bhtd" for q, k, v, out [B, H, T, D].

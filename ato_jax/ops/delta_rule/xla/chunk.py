@@ -102,7 +102,7 @@ def unit_inverse(lower: jax.Array) -> jax.Array:
     rows = [jnp.broadcast_to(identity[0], (len(block), size))]
     for t in range(1, size):
         known = (block[:, t, s, None] * row for s, row in enumerate(rows))
-        rows.append(identity[t] - sum(known))
+        rows.append(identity[t : t + 1] - sum(known))
     inverse = jnp.stack(rows, axis=1)
     while size < whole:
         first, last = inverse[::2], inverse[1::2]
