@@ -10,7 +10,7 @@ import pytest
 import test_linear_channel as channel
 from test_linear_mosaic import OP, against_the_reference, draw, options_of
 
-from ato_jax.ops.linear_attention.mosaic_gpu import causal
+from ato_jax.ops.linear_attention.mosaic_gpu import causal_pieces
 from tests import numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
@@ -149,7 +149,7 @@ def test_gradients_of_groups(
     """Two pieces of two chunks, the last in part. Where a state is given, the gradients have pieces
     of one chunk. With one pair of keys and values there are two sequences, one of them shorter."""
     if given:
-        monkeypatch.setattr(causal, "LEAST_CHUNKS", 1)
+        monkeypatch.setattr(causal_pieces, "LEAST_CHUNKS", 1)
     B, T = 2 if G == 1 else 1, 200
     lengths = jnp.array([150, 200][:B], jnp.int32)
     arrays = poisoned(draw(B, T, H, G, layout, D=D), lengths, layout)

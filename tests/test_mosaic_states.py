@@ -77,7 +77,7 @@ def test_dv_beside_the_cotangent_of_a_state(monkeypatch: pytest.MonkeyPatch) -> 
     inverse = 1 / np.sum(phi_q * np.cumsum(phi_k, axis=0), axis=1)
     e = np.sum(wanted.exact["out"] * np.asarray(cotangents.out, np.float64), axis=3)[0, :, 0]
     rows = [jnp.asarray(of_row, jnp.float32)[None, None] for of_row in (inverse, e)]
-    monkeypatch.setattr(causal, "query_gradient", lambda *_: (q, *rows, None))
+    monkeypatch.setattr(causal, "query_gradient", lambda *_: (q, *rows, None, None))
     found = gradients(wanted, cotangents)
     for name, array in (("dv", found.v), ("dk", found.k)):
         numerics.check(name, array, wanted.exact[name], dtype="bfloat16")
