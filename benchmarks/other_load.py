@@ -110,8 +110,8 @@ class Watch:
         """What disturbed the times that were taken since; "" for nothing."""
         on_gpu_too = self._platform == "gpu"
         cores, others = byte_limit.threads(), self.others()
-        used = HOST_THREADS_OF_A_GPU if on_gpu_too else byte_limit.threads()
+        unused = max(0, cores - HOST_THREADS_OF_A_GPU) if on_gpu_too else 0
         reasons = [on_gpu()] if on_gpu_too else []
-        if others is not None and others > max(0, cores - used) + TOLERATED_CORES:
+        if others is not None and others > unused + TOLERATED_CORES:
             reasons.append(f"other programs kept {others:.1f} of {cores} cores busy")
         return "; ".join(filter(None, reasons))

@@ -115,17 +115,19 @@ def _of_report(path: Path, platform: str) -> int:
     return document.asked_for(found)[1]
 
 
+def _reached(path: Path) -> set[tuple[str, str, str]]:
+    """The rows of a file, if there is one, but for those that no time was left for."""
+    rows = results.read(path).rows if path.exists() else []
+    return {row.key for row in rows if row.unavailable != NO_TIME_LEFT}
+
+
 def _of_cliffs(path: Path, platform: str) -> int:
-    known = set()
-    if path.exists():
-        rows = results.read(path).rows
-        known = {row.key for row in rows if row.unavailable != NO_TIME_LEFT}
     wanted = {
         (str(step.row), phase, cliffs.OURS)
         for step in cliff_rows.STEPS[platform]
         for phase in PHASES
     }
-    return len(wanted - known)
+    return len(wanted - _reached(path))
 
 
 def _of_choices(path: Path, platform: str) -> int:
@@ -137,16 +139,12 @@ def _of_choices(path: Path, platform: str) -> int:
 
 
 def _of_sdpa(path: Path, platform: str) -> int:
-    known = set()
-    if path.exists():
-        rows = results.read(path).rows
-        known = {row.key for row in rows if row.unavailable != NO_TIME_LEFT}
     wanted = {
         (str(case), phase, name)
         for case, phase in sdpa.CONTEST.groups(platform)
         for name in (sdpa.OURS, sdpa.THEIRS)
     }
-    return len(wanted - known)
+    return len(wanted - _reached(path))
 
 
 def _of_cases(cases: Mapping[str, Sequence[Any]], path: Path, platform: str) -> int:
@@ -264,7 +262,7 @@ def ran(command: Sequence[str], seconds: float, place: Place, name: str) -> int:
     """The exit status of a command, which is stopped after so many seconds."""
     variables = {"CUDA_VISIBLE_DEVICES": place.card} if place.card else {}
     if place.cores:
-        # Of this thread, and so of the processes that it starts.
+        # The processes that this thread starts inherit its cores.
         os.sched_setaffinity(0, place.cores)
     with contextlib.ExitStack() as files:
         told: dict[str, Any] = {}
@@ -301,7 +299,7 @@ def _stopped(process: subprocess.Popen[bytes]) -> int:
 
 
 def run_stage(
-    stage: Stage, path: Path, platform: str, end: float, place: Place = Place()
+    stage: Stage, path: Path, platform: str, end: float, place: Place
 ) -> tuple[int, bool]:
     """Runs a stage until it lacks nothing or the time is up; the rows that it lacks then, and
     whether it was refused.

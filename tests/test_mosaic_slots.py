@@ -12,7 +12,7 @@ from tests import numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
 OP = "linear_attention"
-# Of 13 chunks one block takes all, in two pieces.
+# One block takes all 13 chunks, in two pieces.
 T, ALONE = 776, {"pieces": 2, "blocks": 1}
 
 

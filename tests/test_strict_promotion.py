@@ -67,7 +67,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def passes(call: str, implementation: str) -> Callable[..., Any]:
-    """Of q, k and v the call and its backward pass."""
+    """A function of q, k and v that makes the call and its backward pass."""
     op, options = CALLS[call]
     beta = [options["beta"]] if "beta" in options else []
     others = {name: value for name, value in options.items() if name != "beta"}
