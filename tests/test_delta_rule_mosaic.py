@@ -31,19 +31,22 @@ def draw(
     G: int = 1,
     layout: str = "bthd",
     alike: bool = False,
+    near: bool = False,
     channel: bool = False,
     weak: bool = False,
     strong: bool = False,
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """[q, k, v] with keys of length 1, beta between 0 and 2, decays from 0 down to -50 side by
     side, and an initial state. `alike`: all keys the same, whose triangle is the furthest from the
-    identity. `channel`: the decays are those of each channel of the key. `weak`: decays from 0 down
-    to -0.01, and a state that is nearly 0; beside equal keys dq is then a small sum of large
-    terms. `strong`: decays from 0 down to -50, after which few steps still see each other; what a
-    pair of others leaves in the decays' gradients is then beside small ones."""
+    identity. `near`: keys near one another. `channel`: the decays are those of each channel of the
+    key. `weak`: decays from 0 down to -0.01, and a state that is nearly 0; beside equal keys dq is
+    then a small sum of large terms, and so is ddecay. `strong`: decays from 0 down to -50, after
+    which few steps still see each other; what a pair of others leaves in the decays' gradients is
+    then beside small ones."""
     generator = np.random.default_rng(0)
     q, k = generator.normal(size=(2, 1, T, G, D))
     k = np.broadcast_to(k[:, :1], k.shape) if alike else k
+    k = k[:, :1] + 0.1 * k if near else k
     k = k / np.linalg.norm(k, axis=-1, keepdims=True)
     v = generator.normal(size=(1, T, H, V))
     beta = generator.uniform(0, 2, size=(1, T, H))
@@ -93,6 +96,8 @@ BETAS = np.arange(9).reshape(1, 9, 1) % 3
         (dict(T=200, D=64, V=128, layout="bhtd"), dict(slices=2, solve_blocks=1), {}),
         # dq is a small sum of large terms, for which u and F are in two parts.
         (dict(T=75, D=64, V=64, alike=True), {}, dict(decay=None, scale=0.3, initial_state=None)),
+        # ddecay is a small sum of large terms, for which u is in two parts beside dS', too.
+        (dict(T=128, D=64, V=64, near=True, weak=True), {}, {}),
         # Whole chunks, whose numbers are read and stored in place, of a number of heads that TMA
         # would not take.
         (dict(T=128, D=64, V=64, H=3), {}, {}),

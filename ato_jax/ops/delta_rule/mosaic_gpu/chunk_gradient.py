@@ -275,8 +275,8 @@ def multiply_columns(
         own.columns.produced.wait(slot)
         dout, dr, written = own.dout.at[slot], own.dr.at[slot], kernel.parts_of_written(slot)
         state, dstate = own.states.at[slot, number], own.dstates.at[slot, number]
-        # u in two parts here with a decay per step, too, made ptxas spill three times as much.
-        to_state = written if kernel.spec.decay == "channel" else written[:1]
+        # A decay's gradient is a small sum of k . u dS'^T where keys are alike.
+        to_state = written[:1] if kernel.spec.decay is None else written
         factors = [[(dout, state)], [(dr, state)], [(part, dstate) for part in to_state]]
         factors += [[((dout, dr)[which], part.T) for part in written] for which in formed]
         found, dots = sums[: len(factors)], sums[len(factors) :]

@@ -18,9 +18,9 @@ all later steps of its chunk, and over the workers' columns.
 u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
 
 No product's result goes on to another chunk, so one part of bfloat16 is exact enough for most
-factors. F, N and the u that they are made of are in two parts, since dq and ddecay are small sums
-of large terms where keys are alike; u beside dS' is in one. The same rounded F and N enter dq, dk'
-and dk", so their rounding errors cancel in the sums of dL.
+factors. F, N and u are in two parts, since dq and ddecay are small sums of large terms where keys
+are alike; without a decay u beside dS' is in one. The same rounded F and N enter dq, dk' and dk",
+so their rounding errors cancel in the sums of dL.
 
 A worker stores its dq and dk over the F or N that it forms, once all workers have read F and N. So
 the slot of q and k comes free early, and the copies to global memory run under the products of the
