@@ -33,10 +33,14 @@ def ends_of(sequences: Sequences, q: torch.Tensor) -> torch.Tensor | None:
     if B != 1:
         raise ValueError(f"cu_seqlens needs a packed row, B = 1, got B={B}")
     ends = None
+    known = {}
     for name, value in (("cu_seqlens_cpu", on_host), ("cu_seqlens", given)):
         if value is None:
             continue
-        ends = torch.as_tensor(value)
+        try:
+            ends = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"{name} must hold integers [N + 1], got {value!r}") from None
         if ends.is_floating_point() or ends.dtype == torch.bool or ends.ndim != 1 or not len(ends):
             raise ValueError(
                 f"{name} must hold integers [N + 1], got {ends.dtype} of shape "
@@ -48,6 +52,12 @@ def ends_of(sequences: Sequences, q: torch.Tensor) -> torch.Tensor | None:
             found = ends.tolist()
             if found[0] != 0 or found[-1] != T or sorted(found) != found:
                 raise ValueError(f"{name} must rise from 0 to T={T}, got {found}")
+            known[name] = found
+    if len(known) == 2 and known["cu_seqlens_cpu"] != known["cu_seqlens"]:
+        raise ValueError(
+            f"cu_seqlens_cpu must hold what cu_seqlens holds, {known['cu_seqlens']}, "
+            f"got {known['cu_seqlens_cpu']}"
+        )
     assert ends is not None
     return ends.long().to(q.device)
 

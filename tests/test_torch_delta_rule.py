@@ -258,11 +258,20 @@ def test_bad_arguments(name, changed, message):
         ([0, 7, 5, T], "cu_seqlens must rise"),
         (torch.tensor([0.0, T]), r"cu_seqlens must hold integers \[N \+ 1\], got torch.float32"),
         ([[0, T]], "cu_seqlens must hold integers"),
+        ("ab", r"cu_seqlens must hold integers \[N \+ 1\], got 'ab'"),
     ],
 )
 def test_bad_ends(ends, message):
     with pytest.raises(ValueError, match=message):
         ato_torch.chunk_gated_delta_rule(**draw("chunk", B=1, states=0), cu_seqlens=ends)
+
+
+def test_ends_that_contradict_each_other():
+    """The length of a row is read from the ends on the host: rows would overlap."""
+    both = {"cu_seqlens": [0, 7, T], "cu_seqlens_cpu": torch.tensor([0, 9, T])}
+    said = r"cu_seqlens_cpu must hold what cu_seqlens holds, \[0, 7, 21\], got \[0, 9, 21\]"
+    with pytest.raises(ValueError, match=said):
+        ato_torch.chunk_gated_delta_rule(**draw("chunk", B=1, states=0), **both)
 
 
 @pytest.mark.parametrize(
