@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from ato_jax import shapes
 from ato_torch import _delta_rule, _packed
 from ato_torch._checks import Integers
 from ato_torch._delta_rule import Results
@@ -272,6 +273,7 @@ def chunk_kda(
         use_graph=use_graph,
         max_num_seqs=max_num_seqs,
     )
+    safe_gate = shapes.flag("safe_gate", safe_gate)
     if safe_gate and use_gate_in_kernel and lower_bound is None:
         raise ValueError("lower_bound must be given with safe_gate and use_gate_in_kernel")
     inputs = _delta_rule.inputs_of(q, k, v)

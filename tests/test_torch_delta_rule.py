@@ -237,6 +237,7 @@ BAD = [
         {"use_gate_in_kernel": True, "safe_gate": True, "A_log": torch.zeros(H)},
         "lower_bound must be given with safe_gate",
     ),
+    ("kda", {"safe_gate": "x"}, "safe_gate must be True or False, got 'x'"),
     (
         "kda",
         {"use_gate_in_kernel": True, "A_log": torch.zeros(H), "dt_bias": torch.zeros(H)},
