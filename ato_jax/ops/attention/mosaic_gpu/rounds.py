@@ -99,9 +99,19 @@ class Rounds:
         return self.units // self.blocks
 
     @property
+    def _pairs(self) -> int:
+        """The units of two tiles of one head."""
+        return self.batches * self.heads * (self.tiles // 2)
+
+    @property
+    def _first_of_last(self) -> int:
+        """The first unit of the last round."""
+        return self.full_rounds * self.blocks
+
+    @property
     def last(self) -> int:
         """The items of the last round, if blocks take one each there; else 0."""
-        left = self.items - 2 * self.full_rounds * self.blocks
+        left = self.items - 2 * self._first_of_last
         return left if self.in_pairs and 0 < left <= self.blocks else 0
 
     def _count(self, block: Any) -> Any:
@@ -123,15 +133,14 @@ class Rounds:
             return self._in_groups(turn * self.blocks + block, self.tiles)
         half, unit = lax.rem(turn, 2), lax.div(turn, 2) * self.blocks + block
         if self.last:
-            is_last, first = turn == 2 * self.full_rounds, self.full_rounds * self.blocks
+            is_last = turn == 2 * self.full_rounds
             half = jnp.where(is_last, lax.rem(block, 2), half)
-            unit = jnp.where(is_last, first + lax.div(block, 2), unit)
-        pairs = self.batches * self.heads * (self.tiles // 2)
-        of_head = jnp.minimum(unit, pairs - 1) if self.tiles % 2 else unit
+            unit = jnp.where(is_last, self._first_of_last + lax.div(block, 2), unit)
+        of_head = jnp.minimum(unit, self._pairs - 1) if self.tiles % 2 else unit
         head, heavy = self._in_groups(of_head, self.tiles // 2)
         tile = jnp.where(half == 0, heavy, self.tiles - 1 - heavy)
         if self.tiles % 2:
-            middle = 2 * (unit - pairs) + half
+            middle = 2 * (unit - self._pairs) + half
             head = jnp.where(middle < 0, head, middle)
             tile = jnp.where(middle < 0, tile, self.tiles // 2)
         return head, tile
@@ -151,13 +160,12 @@ class Rounds:
     @property
     def _heaviest_of_last(self) -> float:
         """The heaviest item of the last round, over a unit."""
-        pairs, half = self.batches * self.heads * (self.tiles // 2), self.tiles // 2
-        first = self.full_rounds * self.blocks
-        if first >= pairs:
+        first, half = self._first_of_last, self.tiles // 2
+        if first >= self._pairs:
             return 1 / 2  # a middle tile
         of_group = self.group * half
         own = min(self.group, self.batches * self.heads - first // of_group * self.group)
-        in_last_group = (first // of_group + 1) * of_group >= pairs
+        in_last_group = (first // of_group + 1) * of_group >= self._pairs
         pair = first % of_group // own if in_last_group else 0
         return (self.tiles - pair) / (self.tiles + 1)
 
