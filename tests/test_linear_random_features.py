@@ -115,7 +115,7 @@ FAVOR = ato_jax.favor(jax.random.key(0), 128, 64)
     [
         (128, False, {}),
         (64, True, {}),
-        (64, True, {"q_lengths": jnp.array([130]), "kv_lengths": jnp.array([130])}),
+        (64, True, {"kv_lengths": jnp.array([130])}),
     ],
 )
 def test_attention_over_features(V: int, causal: bool, options: dict[str, Any]) -> None:
