@@ -11,12 +11,16 @@ A gated row's base case is the same call without its gate, so that what the gate
 from what the other option costs. Options of softmax attention, the group `softmax`, have the bytes
 of q, k, v and out alone, a bias has none: so their ratio is that of the times, and their targets
 are 1.25 times the plain call's time, 1.6 with a bias, and 1.03 where no product changes.
+
+The group `drawn` has shapes of linear attention that a seed draws, with options at random, beside
+the plain call of the nearest size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -25,7 +29,7 @@ from benchmarks.cases import PHASES
 from benchmarks.choices import FAVOR_FEATURES, Row
 
 # In the order in which they are measured.
-GROUPS = ("lengths", "dtypes", "maps", "gates", "softmax", "heads")
+GROUPS = ("lengths", "dtypes", "maps", "gates", "softmax", "heads", "drawn")
 
 # Operations per second that exact float32 products are expected to reach.
 FLOAT32_RATE = 50e12
@@ -229,6 +233,55 @@ def _softmax() -> Iterator[Step]:
     yield step("a bias [1, H, T, S]", Target(1 / 1.6), bias=True)
 
 
+DRAWN, SEED = 20, 2026
+# Of q in a drawn row: about as many as the base cases have, 2^26, down to a quarter.
+ELEMENTS = 2**24, 2**27
+MOST_HEADS = 64
+
+
+def _drawn_size(draw: random.Random) -> dict[str, Any] | None:
+    """B, T, H, G and D; None where no number of heads gives as many elements as are wanted."""
+    D = draw.choice((draw.randrange(24, 257), draw.randrange(24, 257, 8), 16 * draw.randint(2, 16)))
+    B = round(2 ** draw.uniform(0, 6))
+    T = round(math.exp(draw.uniform(math.log(100), math.log(200_000))))
+    least, most = (elements / (B * T * D) for elements in ELEMENTS)
+    heads = [H for H in range(1, MOST_HEADS + 1) if least <= H <= most]
+    if not heads:
+        return None
+    H = draw.choice(heads)
+    G = draw.choice([G for G in range(1, H + 1) if H % G == 0])
+    return {"B": B, "T": T, "H": H, "G": None if G == H else G, "D": D}
+
+
+def _drawn_options(draw: random.Random) -> dict[str, Any]:
+    causal = draw.random() < 0.6
+    gate = draw.choice((None, None, "head", "step", "channel")) if causal else None
+    found: dict[str, Any] = {"causal": causal, "decay": gate}
+    found["dtype"] = draw.choice(("bfloat16", "bfloat16", "bfloat16", "float16", "float32"))
+    found["tf32"] = found["dtype"] == "float32" and draw.random() < 0.5
+    found["documents"] = draw.choice((None, None, 1024))
+    found["lengths"] = draw.random() < 0.25
+    name = draw.choice(("elu1", "elu1", "relu", "exp", "silu"))
+    if name != "elu1":
+        found |= _mapped(name)
+    return found
+
+
+def _drawn() -> Iterator[Step]:
+    """The same rows each time. Together they are to have 0.6 of their base cases' shares in the
+    median."""
+    draw, sizes = random.Random(SEED), []
+    while len(sizes) < DRAWN:
+        if size := _drawn_size(draw):
+            sizes.append(size | _drawn_options(draw))
+    for size in sizes:
+        row = Row("linear_attention", **size)
+        near = 64 if row.D < 96 else 128
+        base = _linear(*SIZES[near], near, causal=row.causal)
+        told = str(row).removeprefix(f"{row.op} ")
+        yield Step("drawn", f"drawn: {told}", row, base, Target(0.35))
+
+
 def _all() -> Iterator[Step]:
     for D in SIZES:
         for causal in (False, True):
@@ -236,11 +289,12 @@ def _all() -> Iterator[Step]:
         yield from _gates(D)
     yield from _heads()
     yield from _softmax()
+    yield from _drawn()
 
 
 def _small(row: Row) -> Row:
     """The row with sizes for a CPU. An odd length stays odd."""
-    T = row.T // 256 + row.T % 256
+    T = min(64, max(16, row.T // 256)) + row.T % 2
     H = 4 if row.G else 2
     documents = 16 if row.documents else None
     G = 1 if row.G else None

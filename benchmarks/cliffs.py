@@ -17,11 +17,11 @@ reason in place of a time. The table has, the row furthest below its target firs
     reached    share over the share that meets the target
     None is    the backends that `implementation=None` chose
 
-`--rows` takes groups of rows: lengths, dtypes, maps, gates, softmax, heads. All groups together may
-take a card more than ten minutes: `--within_s` ends a run and lists the rows that it left out, and
-`--json=FILE.json --resume` goes on with those. `--part=2/4` takes every fourth row from the second
-on, one process for each card of a machine that has four. On a CPU sizes are tiny, and an option is
-measured in one size.
+`--rows` takes groups of rows: lengths, dtypes, maps, gates, softmax, heads, drawn. All groups
+together may take a card more than ten minutes: `--within_s` ends a run and lists the rows that it
+left out, and `--json=FILE.json --resume` goes on with those. `--part=2/4` takes every fourth row
+from the second on, one process for each card of a machine that has four. On a CPU sizes are tiny,
+and an option is measured in one size.
 """
 
 from __future__ import annotations
@@ -285,6 +285,14 @@ HEAD = (
 )
 
 
+RATIO = HEAD.index("ratio")
+
+
+def _is_drawn(step: Step, line: Line) -> bool:
+    """Whether the row is one of those, and has a time."""
+    return step.group == "drawn" and line.reached is not None
+
+
 def findings(found: Results) -> list[Table]:
     """The table: rows without a time, then the worst first. No table if nothing was measured."""
     rows = {row.key: row for row in found.rows}
@@ -311,6 +319,13 @@ def findings(found: Results) -> list[Table]:
         "the target.",
         f"{sum(held)} of {len(held)} rows with a target meet it.",
     ]
+    of_drawn = [float(line.cells[RATIO]) for step, line in lines if _is_drawn(step, line)]
+    if of_drawn:
+        notes.append(
+            f"The ratio of the {len(of_drawn)} rows that a seed drew is "
+            f"{number(statistics.median(of_drawn))} in the median and {number(min(of_drawn))} at "
+            "the least."
+        )
     if late:
         notes.append(f"{late} rows were left out for lack of time.")
     cells = [line.cells for _, line in lines]

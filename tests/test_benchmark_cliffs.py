@@ -77,6 +77,18 @@ def test_every_option_is_one_row() -> None:
     assert sizes >= {32, 40, 48, 72, 80, 96, 112, 160, 192, 256, 512}
 
 
+def test_shapes_that_a_seed_draws() -> None:
+    """The same ones each time, none of them of the other groups' lengths."""
+    rows = [step.row for step in cliff_rows.STEPS["gpu"] if step.group == "drawn"]
+    assert len(rows) == cliff_rows.DRAWN
+    assert set(rows) == {step.row for step in cliff_rows._drawn()}
+    for row in rows:
+        assert 1 <= row.B <= 64 and 100 <= row.T <= 200_000 and 24 <= row.D <= 256
+        assert row.H % (row.G or row.H) == 0 and row.T not in (4096, 16384)
+        least, most = cliff_rows.ELEMENTS
+        assert least <= row.B * row.T * row.H * row.D <= most
+
+
 def test_base_cases_lack_the_option_alone() -> None:
     by_name: dict[str, list[Step]] = {}
     for step in cliff_rows.STEPS["gpu"]:
