@@ -234,7 +234,7 @@ def _softmax() -> Iterator[Step]:
 
 
 DRAWN, SEED = 20, 2026
-# Of q in a drawn row: about as many as the base cases have, 2^26, down to a quarter.
+# The elements of q in a drawn row, at least and at most. The base cases have 2^26.
 ELEMENTS = 2**24, 2**27
 MOST_HEADS = 64
 
@@ -268,8 +268,7 @@ def _drawn_options(draw: random.Random) -> dict[str, Any]:
 
 
 def _drawn() -> Iterator[Step]:
-    """The same rows each time. Together they are to have 0.6 of their base cases' shares in the
-    median."""
+    """The seed draws the same rows each time. The median of their ratios is to be at least 0.6."""
     draw, sizes = random.Random(SEED), []
     while len(sizes) < DRAWN:
         if size := _drawn_size(draw):

@@ -235,10 +235,11 @@ def blank(
 @dataclasses.dataclass(frozen=True)
 class Line:
     """One row of the table; `reached` is over the share that meets the target, or over the base
-    case's share where there is no target; None without a time.
+    case's share where there is no target, and `ratio` over the base case's; None without a time.
     """
 
     reached: float | None
+    ratio: float | None
     cells: tuple[str, ...]
 
 
@@ -249,9 +250,11 @@ def line_of(
     share, beside = (row.reached, base.reached if base else None) if steady else (None, None)
     needed = step.target.share(row, base) if step.target else beside
     reached = share / needed if share and needed else None
+    ratio = share / beside if share and beside else None
     refused = row.unavailable or (base.unavailable if base else "")
     return Line(
         reached,
+        ratio,
         (
             step.name,
             step.size,
@@ -259,7 +262,7 @@ def line_of(
             tables.milliseconds(row),
             number(share),
             number(beside),
-            number(share / beside if share and beside else None),
+            number(ratio),
             str(step.target or "-"),
             number(reached if step.target else None),
             refused or row.doubt or (base.doubt if base else "") or row.picked,
@@ -283,14 +286,6 @@ HEAD = (
     "reached",
     "None is",
 )
-
-
-RATIO = HEAD.index("ratio")
-
-
-def _is_drawn(step: Step, line: Line) -> bool:
-    """Whether the row is one of those, and has a time."""
-    return step.group == "drawn" and line.reached is not None
 
 
 def findings(found: Results) -> list[Table]:
@@ -319,7 +314,7 @@ def findings(found: Results) -> list[Table]:
         "the target.",
         f"{sum(held)} of {len(held)} rows with a target meet it.",
     ]
-    of_drawn = [float(line.cells[RATIO]) for step, line in lines if _is_drawn(step, line)]
+    of_drawn = [line.ratio for step, line in lines if step.group == "drawn" and line.ratio]
     if of_drawn:
         notes.append(
             f"The ratio of the {len(of_drawn)} rows that a seed drew is "

@@ -103,7 +103,8 @@ def test_programs_go_to_another_process() -> None:
     told = pickle.loads(pickle.dumps(choices.packed(row, PHASES[0], "cpu")))
     seen = choices.measure(row, PHASES[0], choices.unpacked(told), "cpu")
     assert set(seen.seconds) == {CHOSEN, "triton", "xla"}
-    assert seen.seconds[CHOSEN] == seen.seconds["xla"]  # the same program
+    # `None` ran XLA's program, which need not be the fastest on a busy machine.
+    assert seen.ratio == seen.seconds["xla"] / min(seen.seconds.values())
 
 
 def test_what_mosaic_gpu_calls_is_known_before_a_program_is_loaded() -> None:

@@ -78,7 +78,7 @@ def test_every_option_is_one_row() -> None:
 
 
 def test_shapes_that_a_seed_draws() -> None:
-    """The same ones each time, none of them of the other groups' lengths."""
+    """The seed draws the same rows each time. No other group has their lengths."""
     rows = [step.row for step in cliff_rows.STEPS["gpu"] if step.group == "drawn"]
     assert len(rows) == cliff_rows.DRAWN
     assert set(rows) == {step.row for step in cliff_rows._drawn()}
@@ -174,6 +174,24 @@ def test_the_table_has_the_worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cliffs.left_out(found) == [f"  {late.row}, forward"]
     assert table.markdown().count("\n|") == 2 + 3
     assert cliffs.findings(Results(**FACTS)) == []
+
+
+def test_what_the_drawn_rows_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ratios before they are rounded; rows of other groups, and without a time, are left
+    out."""
+    drawn = [
+        dataclasses.replace(STEP, group="drawn", name=f"{T}", row=dataclasses.replace(TINY, T=T))
+        for T in (17, 19, 21)
+    ]
+    monkeypatch.setitem(cliff_rows.STEPS, "cpu", (STEP, *drawn))
+    times = zip((STEP, *drawn), (1e-3, 2e-5, 1e-5, None), strict=True)
+    rows = [row for step, seconds in times for row in row_of(step, PHASES[0], seconds, 5e-6)]
+    (table,) = cliffs.findings(Results(**FACTS, rows=rows))
+    timed = zip(rows[2:6:2], rows[3:6:2], strict=True)
+    ratios = [row.reached / base.reached for row, base in timed]
+    said = f"is {cliffs.number(sum(ratios) / 2)} in the median and {cliffs.number(min(ratios))} at"
+    assert f"The ratio of the 2 rows that a seed drew {said} the least." in table.notes
+    assert min(ratios) > 0.1
 
 
 # The run.
