@@ -16,6 +16,7 @@ import torch
 
 from ato_jax import LinearState, shapes
 from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.common import are_known_equal
 from ato_torch import _bridge, _modes
 
 Layout = Literal["bhtd", "bthd"]
@@ -290,8 +291,14 @@ def integers(
     """
     tensors: dict[str, torch.Tensor] = {}
     options: dict[str, Any] = {}
+    of_queries, of_keys = (arrays[name][0] for name in ("q_lengths", "kv_lengths"))
+    # Where T = S, those of the queries say both, and kernels need to know that they are the same.
+    same = of_queries is not None and of_keys is not None
+    if same:
+        is_one = of_queries is of_keys or not torch.compiler.is_compiling()
+        same = sizes["T"] == sizes["S"] and is_one and are_known_equal(of_queries, of_keys)
     for name, (given, letters) in arrays.items():
-        if given is None:
+        if given is None or name == "kv_lengths" and same:
             continue
         if name == "query_offset" and isinstance(given, int) and not isinstance(given, bool):
             options[name] = given

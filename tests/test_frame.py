@@ -575,3 +575,18 @@ def test_one_program_for_one_spec(op: str) -> None:
     assert len(programs._jitted) == 1
     function(q + 1, k, v)
     assert len(programs._jitted) == 1
+
+
+def test_lengths_that_are_given_twice() -> None:
+    """Kernels of causal calls need to know that those of queries and of keys are the same."""
+    q, lengths = jnp.ones((2, 8, 1, 4)), jnp.array([3, 8])
+    for of_queries, of_keys, are_known_equal in (
+        ([3, 8], np.array([3, 8]), True),
+        (lengths, lengths, True),
+        ([3, 8], [3, 7], False),
+        (np.array([3, 8]), np.array([3, 8], np.int32), True),
+        (lengths, jnp.array([3, 8]), False),  # Reading them would wait for the device.
+    ):
+        given = {"q_lengths": of_queries, "kv_lengths": of_keys, "causal": True}
+        spec = numerics.APIS["linear_attention"].prepare(q, q, q, **given).spec
+        assert (spec.offset == 0) == are_known_equal

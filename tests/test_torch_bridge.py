@@ -670,6 +670,22 @@ def test_without_a_batch_axis_lengths_are_scalars():
         torch.testing.assert_close(found, wanted)
 
 
+def test_lengths_that_are_given_twice():
+    """One tensor says both where T = S."""
+    query, lengths = torch.ones(2, 8, 1, 4), torch.tensor([3, 8])
+    for of_queries, of_keys, S, count in (
+        ([3, 8], np.array([3, 8]), 8, 1),
+        (lengths, lengths, 8, 1),
+        ([3, 8], [3, 8], 9, 2),
+        ([3, 8], [3, 7], 8, 2),
+        ([3, 8], None, 8, 1),
+    ):
+        given = {"q_lengths": (of_queries, "B"), "kv_lengths": (of_keys, "B")}
+        sizes = {"B": 2, "T": 8, "S": S}
+        tensors, _ = _checks.integers(given, query, sizes, batched=True)
+        assert len(tensors) == count
+
+
 def test_wide_integers_are_narrowed_by_their_meaning():
     """As on a GPU, where no value is waited for."""
     wide = 1 << 32

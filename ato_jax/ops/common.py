@@ -126,7 +126,7 @@ def bind_lengths(
     Where T = S, giving one of them gives both.
     """
     shared = sizes["T"] == sizes["S"] and (
-        q_lengths is None or kv_lengths is None or q_lengths is kv_lengths
+        q_lengths is None or kv_lengths is None or are_known_equal(q_lengths, kv_lengths)
     )
 
     def bound(name: str, array: Any, axis: str) -> jax.Array | None:
@@ -143,6 +143,24 @@ def bind_lengths(
             lengths = bound("kv_lengths", kv_lengths, "S")
         return lengths, lengths, True
     return bound("q_lengths", q_lengths, "T"), bound("kv_lengths", kv_lengths, "S"), shared
+
+
+def are_known_equal(a: Any, b: Any) -> bool:
+    """Whether two lengths, lists of them or arrays are one object, or the same integers on the
+    host."""
+    if a is b:
+        return True
+    plain = _integers_on_host(a)
+    return plain is not None and plain == _integers_on_host(b)
+
+
+def _integers_on_host(given: Any) -> Any:
+    if type(given) is np.ndarray and given.dtype.kind in "iu":
+        return given.tolist()
+    if type(given) is int:
+        return given
+    is_list = isinstance(given, (list, tuple)) and all(type(one) is int for one in given)
+    return list(given) if is_list else None
 
 
 def check_lengths(name: str, found: ArrayLike, axis: str, size: int) -> None:
