@@ -307,11 +307,15 @@ def findings(found: Results) -> list[Table]:
     lines.sort(key=lambda one: (one[1].reached is not None, one[1].reached or 0.0))
     held = [line.reached >= 1 for step, line in lines if step.target and line.reached is not None]
     notes = [
-        "Share is of the byte limit: every input once, every output once, at the bandwidth of a "
-        "copy. Base is the share of the base case, timed in turns with the row; a gated row's is "
-        "the same call without its gate, a channel gate's of other sizes that of 128 columns, and "
-        "that of a gate both ways the causal one. Reached is the share over the least that meets "
-        "the target.",
+        "Share is the time in which a copy moves every input and every output once, over the "
+        "call's time. Base is the share of the base case, timed in turns with the row: the plain "
+        "call, or of a gated row the same call without its gate, of a channel gate of other sizes "
+        "that of 128 columns, and of a gate both ways the causal one. Ratio is share over base, "
+        "so it compares uses of the bandwidth, not times: a row in float32 moves twice the bytes "
+        "of its base case. Target is the least ratio that is wanted, or the least share, of the "
+        "byte limit or of the larger of it and the time of the products. Reached is over 1 where "
+        "the target is met. None is: the backends that a call without an implementation runs on, "
+        "or why the row has no ratio.",
         f"{sum(held)} of {len(held)} rows with a target meet it.",
     ]
     of_drawn = [line.ratio for step, line in lines if step.group == "drawn" and line.ratio]

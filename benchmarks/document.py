@@ -283,9 +283,9 @@ def headline_of(found: Results) -> list[list[str]]:
                     lines.append([str(case), phase, *cells, findings.times(peer, own)])
     if worst := cliffs.worst(found):
         step, phase, own, base = worst
-        cells = [milliseconds(own), "its base case, of other sizes", milliseconds(base)]
+        cells = [milliseconds(own), "ato_jax, its base case, of other sizes", milliseconds(base)]
         if own.traffic == base.traffic:
-            cells[1] = "its base case"
+            cells[1] = "ato_jax, its base case"
         lines.append([f"the worst option: {step.name}, {step.size}", phase, *cells])
         lines[-1].append(findings.times(base, own))
     return lines

@@ -633,7 +633,7 @@ def test_the_headline_is_of_figures_that_name_their_commit(tmp_path, monkeypatch
             full.rows.append(dataclasses.replace(row, seconds=of, turns=[of], spread=spread))
     last = document.headline_of(full)[-1]
     assert last[0] == f"the worst option: {steps[1].name}, {steps[1].size}"
-    assert last[2:-1] == ["9000", "its base case", "500.0"] and last[-1] == "0.1x"
+    assert last[2:-1] == ["9000", "ato_jax, its base case", "500.0"] and last[-1] == "0.1x"
 
 
 def test_what_is_quoted_is_there():
