@@ -824,6 +824,38 @@ def test_random_features_seen_by_every_query(
     check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
 
 
+@of_random_features
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "count", "layout", "scale", "options"),
+    [
+        (1, LONG, 2, 2, 64, 128, "bthd", 1.0, {}),
+        (2, 7000, 8, 2, 128, 96, "bhtd", 1.0, {}),
+        (1, 16384, 4, 4, 64, 128, "bthd", 0.01, {}),
+        (1, 4096, 4, 4, 64, 128, "bthd", 2.5, {}),
+        (1, 4096, 4, 4, 128, 64, "bthd", 1.0, {"normalize": False}),
+        (3, 200, 50, 25, 80, 112, "bthd", 1.0, {}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_random_features_where_causal(
+    B: int,
+    T: int,
+    H: int,
+    G: int,
+    D: int,
+    count: int,
+    layout: str,
+    scale: float,
+    options: dict[str, Any],
+) -> None:
+    """Arrays of features in two parts, of which a sum may have few large ones."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, layout=layout, scale=scale)
+    options = options | {"feature_map": ato_jax.favor(jax.random.key(0), count, D)}
+    options |= {"causal": True, "layout": layout}
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
+
+
 @of_mosaic_gpu
 @pytest.mark.parametrize(
     ("B", "T", "H", "G", "D", "layout", "options"),

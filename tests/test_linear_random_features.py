@@ -161,6 +161,30 @@ def test_every_query_sees_every_key(
 
 
 @newest
+@pytest.mark.parametrize(
+    "D, features, V, T, H, G, scale, options",
+    [
+        (64, 128, 64, 200, 2, 1, 2.5, {}),
+        (128, 96, 128, 136, 1, 1, 1.0, {"layout": "bhtd"}),
+        (64, 64, 64, 136, 1, 1, 1.0, {"normalize": False}),
+        (128, 128, 128, 136, 1, 1, 1.0, hopper.options_of(1, 1, "bthd", True, 128, 128)),
+        (128, 64, 128, 136, 1, 1, 1.0, hopper.options_of(1, 1, "bthd", True, 64, 128)),
+    ],
+)
+def test_gradients_where_causal(
+    D: int, features: int, V: int, T: int, H: int, G: int, scale: float, options: dict[str, Any]
+) -> None:
+    """By arrays of features in float32, of which states and weights have 16 bits."""
+    layout = options.get("layout", "bthd")
+    q, k, _ = hopper.draw(1, T, H, G, layout, D=D)
+    v = hopper.draw(1, T, H, G, layout, D=V)[2]
+    q, k = ((scale * x).astype(jnp.bfloat16) for x in (q, k))
+    phi = ato_jax.favor(jax.random.key(0), features, D)
+    wanted = numerics.oracle(OP, q, k, v, feature_map=phi, causal=True, **options)
+    against_the_reference(wanted)
+
+
+@newest
 def test_sums_have_16_bits() -> None:
     """The sums need 16 bits of features and projection. Calls of few rows pass with 8, too."""
     q, k, v = hopper.draw(1, 136, 1, 1, D=64)
@@ -240,7 +264,16 @@ def test_what_is_supported() -> None:
     for causal in (False, True):
         assert reason(causal=causal) is None
     assert reason("backward") is None
-    assert "gradients" in str(reason("backward", causal=True))
+    assert reason("backward", causal=True) is None
+    lengths = {"q_lengths": jnp.array([70]), "kv_lengths": jnp.array([70])}
+    assert "causal=True and lengths" in str(reason("backward", causal=True, **lengths))
+    gates = {"decay": -jnp.ones((1, 128, 2))}
+    assert "a decay or segments" in str(reason("backward", causal=True, **gates))
+    wide = ato_jax.favor(jax.random.key(0), 128, 144)
+    rows = jnp.ones((1, 128, 2, 144), "bfloat16")
+    spec = api.prepare(rows, rows, v, feature_map=wide, causal=True).spec
+    assert "at most 128 columns of q and k" in str(mosaic_gpu.unsupported(spec, "backward"))
+    assert "number of features, 144" in str(reason("backward", causal=True, features=144))
     assert "at most 128 features" in str(reason("backward", features=144))
     assert reason(causal=True, decay=-jnp.ones((1, 128, 2))) is None
     assert "bfloat16" in str(reason(dtype="float32"))

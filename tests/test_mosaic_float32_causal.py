@@ -39,7 +39,7 @@ def test_causal(
 
 
 @newest
-@pytest.mark.parametrize("D, V", [(80, 80), (96, 128), (128, 64)])
+@pytest.mark.parametrize("D, V", [(80, 80), (96, 128), (128, 64), (64, 128)])
 def test_columns_that_fill_a_tile_in_part(D: int, V: int) -> None:
     """With a map that is 0.7 where TMA fills zeros."""
     arrays = draw(1, 136, 136, 1, 1, D, V=V)

@@ -250,3 +250,14 @@ def gradient_of_projection(x: jax.Array, d_a: jax.Array) -> jax.Array:
     """What the rows of x add to d_w, [M, D] float32."""
     scaled = x.astype(jnp.float32) * x.shape[-1] ** -0.25
     return jnp.einsum("...m,...d->md", d_a, scaled, precision=jax.lax.Precision.HIGHEST)
+
+
+def pulled_back(spec: LinearAttentionSpec, inputs: Inputs, found: Inputs) -> Inputs:
+    """The call's gradients, from those of the features' logarithms."""
+    (projection,) = inputs.feature_parameters
+    rows, of_rows = counted(spec, inputs), (found.q, found.k)
+    dq, dk = (gradient_of_rows(x, projection, d_a) for x, d_a in zip(rows, of_rows, strict=True))
+    of_q, of_k = map(gradient_of_projection, rows, of_rows)
+    parameters = ((of_q + of_k).astype(projection.dtype),)
+    v = found.v.astype(spec.dtype)
+    return found._replace(q=dq, k=dk, v=v, feature_parameters=parameters)

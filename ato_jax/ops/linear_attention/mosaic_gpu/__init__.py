@@ -92,7 +92,9 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if not spec.feature_map.elementwise:
         if lacking := projected.unsupported(spec, phase):
             return lacking
-        lacking = unsupported(projected.inner_spec(spec), phase)
+        by_parts = phase == "backward" and spec.causal
+        inner = projected.in_parts(spec) if by_parts else projected.inner_spec(spec)
+        lacking = unsupported(inner, phase)
         return lacking and f"{lacking}, where D is the number of features, {spec.F}"
     if spec.dtype == "float16":
         if lacking := refusals.unsupported_in_float16(spec):
@@ -263,9 +265,13 @@ Kept = Outputs | causal.Kept | narrow.Kept
 
 
 def forward_for_own_backward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
-    if not spec.feature_map.elementwise:
+    if spec.feature_map.elementwise:
+        return _keep_with_gates(_keep_all, spec, config, inputs)
+    if not spec.causal:
         return forward(spec, config, inputs)
-    return _keep_with_gates(_keep_all, spec, config, inputs)
+    given = projected.inputs_in_parts(spec, inputs)
+    kept = _keep_all(projected.in_parts(spec), config, given)
+    return projected.kept_in_parts(spec, kept)
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
@@ -382,6 +388,12 @@ def backward(
 def _projected_backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    if spec.causal:
+
+        def in_parts(inner: LinearAttentionSpec, *arguments: Any) -> Inputs:
+            return _backward(inner, config, *arguments)
+
+        return projected.gradients_in_parts(in_parts, spec, residuals, cotangents)
     given, state = residuals.inputs, residuals.outputs.state
     (projection,) = given.feature_parameters
     g = random_features.without_padding(spec, cotangents.out, given.q_lengths)

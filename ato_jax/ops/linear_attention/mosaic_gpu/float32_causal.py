@@ -16,12 +16,14 @@ phi'_i = phi(q_i) inverse_i,
     dk_j = (v_j R^T + u + sum_i (v_j . g_i - e_i) phi'_i) slope(k_j)
 
 Unnormalised, inverse is 1 and e is 0, and all four are multiplied by the scale.
+
+Beside FAVOR+'s features v and g are of bfloat16, one part each, and so is dv: nothing cancels in
+it, and all of its factors have one part.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,14 +33,12 @@ from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF
 from ato_jax.ops.linear_attention.mosaic_gpu import causal, feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_pairs import (
-    Given,
-    Pass,
-    Unit,
     chunks_of_runs,
     deal_of_runs,
     float32_pairs,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import float32_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_pass import Given, Halves, Pass, Unit
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import float32_sums, parts_of_values
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, Config
 from ato_jax.ops.linear_attention.scans.edges import Edges, at_edges
 from ato_jax.ops.linear_attention.spec import (
@@ -97,16 +97,16 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> causal.Ke
     runs = float32_sums(spec, deal, "float32_sums", inputs.k, inputs.v)
     ahead = _edges(spec, runs, inputs.initial_state)
 
-    def finish(unit: Unit, total: Sequence[jax.Array], den: Any) -> None:
+    def finish(unit: Unit, total: Halves, den: Any) -> None:
         factor: Any
-        firsts, factor = range(0, spec.V, HALF), spec.scale
+        factor = spec.scale
         if spec.normalize:
-            for first in firsts:
+            for first in range(0, spec.D, HALF):
                 den = den + jnp.sum(unit.read(first) * unit.vector_from(first), axis=1)
             inverse = 1.0 / jnp.maximum(den, spec.eps)
             factor = mosaic.in_columns(inverse, HALF)
             unit.leave_numbers(inverse)
-        for first, half in zip(firsts, total, strict=True):
+        for first, half in total.items():
             unit.store(first, half * factor)
         unit.leave()
 
@@ -118,7 +118,7 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> causal.Ke
             name="float32_causal_output",
             x=Given(inputs.q),
             y=Given(inputs.k, of_keys=True),
-            value=Given(inputs.v, of_keys=True),
+            value=Given(inputs.v, True, parts_of_values(spec)),
             state=Given(ahead.kv, of_keys=True),
             vector=Given(ahead.k_sum, of_keys=True) if spec.normalize else None,
             outputs=[out_type, *([_numbers(spec)] * spec.normalize)],
@@ -197,8 +197,8 @@ def _query_gradient(
 ) -> Pass:
     maps = feature_maps.features(spec)
 
-    def finish(unit: Unit, total: Sequence[jax.Array], _: Any) -> None:
-        for first, dq in zip(range(0, spec.D, HALF), total, strict=True):
+    def finish(unit: Unit, total: Halves, _: Any) -> None:
+        for first, dq in total.items():
             if spec.normalize:
                 dq = dq - mosaic.in_columns(unit.number(1), HALF) * unit.vector_from(first)
                 dq = dq * mosaic.in_columns(unit.number(0), HALF)
@@ -207,8 +207,8 @@ def _query_gradient(
 
     return Pass(
         name="float32_causal_query_gradient",
-        x=Given(g),
-        y=Given(inputs.v, of_keys=True),
+        x=Given(g, parts=parts_of_values(spec)),
+        y=Given(inputs.v, True, parts_of_values(spec)),
         value=Given(inputs.k, of_keys=True),
         state=Given(kept.s, of_keys=True),
         vector=Given(kept.z, of_keys=True) if spec.normalize else None,
@@ -232,17 +232,19 @@ def _of_keys(spec: LinearAttentionSpec, like: jax.Array) -> jax.ShapeDtypeStruct
 def _value_gradient(
     spec: LinearAttentionSpec, inputs: Inputs, g: jax.Array, behind: Edges, numbers: Numbers
 ) -> Pass:
-    def finish(unit: Unit, total: Sequence[jax.Array], _: Any) -> None:
-        for first, dv in zip(range(0, spec.V, HALF), total, strict=True):
+    def finish(unit: Unit, total: Halves, _: Any) -> None:
+        for first, dv in total.items():
             unit.store(first, dv * spec.scale)
         unit.leave()
 
+    parts = parts_of_values(spec)
     return Pass(
         name="float32_causal_value_gradient",
-        x=Given(inputs.k, of_keys=True),
-        y=Given(inputs.q),
-        value=Given(g),
-        state=Given(behind.kv),
+        x=Given(inputs.k, True, parts),
+        y=Given(inputs.q, parts=parts),
+        value=Given(g, parts=parts),
+        state=Given(behind.kv, parts=parts),
+        weight_parts=parts,
         numbers=numbers,
         outputs=[_of_keys(spec, inputs.v)],
         finish=finish,
@@ -257,16 +259,16 @@ def _key_gradient(
 ) -> Pass:
     maps = feature_maps.features(spec)
 
-    def finish(unit: Unit, total: Sequence[jax.Array], _: Any) -> None:
-        for first, dk in zip(range(0, spec.D, HALF), total, strict=True):
+    def finish(unit: Unit, total: Halves, _: Any) -> None:
+        for first, dk in total.items():
             dk = (dk + unit.vector_from(first)) * spec.scale
             unit.store(first, dk * maps.slope(unit.read(first)))
         unit.leave()
 
     return Pass(
         name="float32_causal_key_gradient",
-        x=Given(inputs.v, of_keys=True),
-        y=Given(g),
+        x=Given(inputs.v, True, parts_of_values(spec)),
+        y=Given(g, parts=parts_of_values(spec)),
         value=Given(inputs.q),
         state=Given(behind.kv),
         vector=Given(behind.k_sum),

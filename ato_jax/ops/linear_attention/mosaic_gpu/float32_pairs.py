@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -31,9 +31,10 @@ from jax.experimental import pallas as pl
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, Role, load
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu.float32_pass import Pass, Unit
 from ato_jax.ops.linear_attention.mosaic_gpu.float32_sums import parts_of
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
-from ato_jax.ops.linear_attention.mosaic_gpu.sums_walk import split_tile
+from ato_jax.ops.linear_attention.mosaic_gpu.sums_walk import in_parts, pairs_of, split_tile
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 WORKERS = 2
@@ -41,86 +42,8 @@ UNIT = WORKERS * C
 MEMORY, SPLIT = Role("memory", mosaic.MEMORY_REGISTERS), Role("split", 104)
 WORK = Role("work", 192, WORKERS)
 
-# x [C, 64] from column `first` on, the numbers of its rows [2, C] in shared memory or None.
-Map = Callable[[jax.Array, int, Any], jax.Array]
-
-
-class Given(NamedTuple):
-    """An array, and whether its heads are those of the keys."""
-
-    array: jax.Array
-    of_keys: bool = False
-
-
-class Unit(NamedTuple):
-    """64 rows in a worker's hands, to be finished: the tile that x or `last` and then the output
-    take [C, columns], the state's vector [columns], and inverse and e of the rows [2, C] of them,
-    in shared memory. `leave(number)` stores the tile in an output."""
-
-    tile: Any
-    vector: Any
-    numbers: Any
-    leave: Callable[[], None]
-    leave_numbers: Callable[[jax.Array], None]
-
-    def read(self, first: int) -> jax.Array:
-        return load(self.tile.at[:, pl.ds(first, HALF)])
-
-    def vector_from(self, first: int) -> jax.Array:
-        """[C, 64], alike in all rows."""
-        return mosaic.in_rows(load(self.vector.at[pl.ds(first, HALF)], OF_COLUMNS), C)
-
-    def number(self, which: int) -> jax.Array:
-        """[C]"""
-        return load(self.numbers.at[which], OF_ROWS)
-
-    def store(self, first: int, x: jax.Array) -> None:
-        self.tile.at[:, pl.ds(first, HALF)][...] = x
-
-
-@dataclasses.dataclass(frozen=True)
-class Pass:
-    """One kernel.
-
-    Attributes:
-      x, y, value: rows, and maps of them, None for the rows themselves.
-      state: [B, heads, runs, F, V] float32, and vector [B, heads, runs, columns] or None.
-      last: rows that `finish` reads, where these are not x.
-      numbers: inverse and e [B, H, chunks, C] float32, of queries; or None.
-      reverse: rows see those from their own on, else those up to their own.
-      turned: S is read transposed.
-      minus: "rows" or "columns" whose e is taken from x_i . y_j, those of x or of y; or None.
-      sums_weights: whether `finish` is given the sum of w_ij over j.
-      outputs: shapes; the first of rows, the second, if any, of numbers [B, H, chunks, C].
-      finish: what is done with out_i, in halves [C, 64], and with the sum of the weights [C].
-    """
-
-    name: str
-    x: Given
-    y: Given
-    value: Given
-    state: Given
-    outputs: Sequence[jax.ShapeDtypeStruct]
-    finish: Callable[[Unit, Sequence[jax.Array], Any], None]
-    vector: Given | None = None
-    last: Given | None = None
-    numbers: tuple[jax.Array, jax.Array] | None = None
-    map_x: Map | None = None
-    map_y: Map | None = None
-    map_value: Map | None = None
-    reverse: bool = False
-    turned: bool = False
-    minus: str | None = None
-    sums_weights: bool = False
-
-    def given(self) -> dict[str, Given]:
-        """By name, those that there are."""
-        names = "x", "y", "value", "state", "vector", "last"
-        found = {name: getattr(self, name) for name in names}
-        inverse, e = self.numbers or (None, None)
-        if inverse is not None and e is not None:
-            found |= {"inverse": Given(inverse), "e": Given(e)}
-        return {name: given for name, given in found.items() if given is not None}
+def _halves(columns: int) -> range:
+    return range(0, int(pl.cdiv(columns, HALF)) * HALF, HALF)
 
 
 def units_of_run(spec: LinearAttentionSpec) -> int:
@@ -194,13 +117,32 @@ class Walk:
         return frame.tiling(self.spec)
 
     @property
-    def halves(self) -> range:
-        """First columns of 64 each; a state has as many blocks of rows."""
-        return range(0, self.spec.D, HALF)
+    def state_blocks(self) -> range:
+        """First rows, of 64 each, of a state: those of which a head has features."""
+        return _halves(frame.widths_of(self.spec)[0])
+
+    @property
+    def in_halves(self) -> range:
+        """First columns, of 64 each, of x and y: those of which a head has some."""
+        return _halves(frame.widths_of(self.spec)[int(self.of.turned)])
+
+    @property
+    def out_halves(self) -> range:
+        """The same of values and outputs."""
+        return _halves(frame.widths_of(self.spec)[int(not self.of.turned)])
+
+    def columns(self, name: str) -> int:
+        """How many columns are split: other numbers are 0."""
+        if name == "state":
+            return _halves(frame.widths_of(self.spec)[1]).stop
+        return (self.in_halves if name == "y" else self.out_halves).stop
 
     @property
     def units(self) -> int:
         return units_of_run(self.spec)
+
+    def parts(self, name: str) -> int:
+        return self.of.given()[name].parts or parts_of(self.spec)
 
     def head(self, name: str, item: Item) -> Any:
         of_keys = self.of.given()[name].of_keys
@@ -232,7 +174,7 @@ class Walk:
             pairs = units * (units + 1)
             if self.of.reverse:
                 pairs = units * (2 * self.units + 1 - units)
-            return units * len(self.halves) + pairs * WORKERS
+            return units * len(self.state_blocks) + pairs * WORKERS
 
         return item.number * within(self.units) + within(unit)
 
@@ -291,7 +233,7 @@ def memory(walk: Walk) -> None:
     def load_unit(item: Item, unit: Any) -> None:
         number, step = item.number * walk.units + unit, walk.step(item, unit)
         of_run = item.batch, walk.head("state", item), item.piece
-        for block, first in enumerate(walk.halves):
+        for block, first in enumerate(walk.state_blocks):
             load_raw(walk.refs["state"].at[(*of_run, pl.ds(first, HALF))], step + block)
         load_x(item, unit, "x", number * fills)
         if own.numbers_ring is not None:
@@ -305,7 +247,7 @@ def memory(walk: Walk) -> None:
 
         def load_pair(chunk: Any, _: None) -> None:
             for place, name in enumerate(("y", "value")):
-                of_pair = step + len(walk.halves) + 2 * chunk + place
+                of_pair = step + len(walk.state_blocks) + 2 * chunk + place
                 load_raw(walk.rows(name, item, first_chunk + chunk), of_pair)
 
         lax.fori_loop(0, count, load_pair, None)
@@ -328,13 +270,14 @@ def _steps(walk: Walk, runs: Any) -> Any:
 def split(walk: Walk) -> None:
     own, of = walk.own, walk.of
 
-    def split_slot(step: Any, change: Callable[[jax.Array, int], jax.Array]) -> None:
-        split_tile((own.raw, own.raw_ring), (own.parts, own.parts_ring), step, change)
+    def split_slot(step: Any, name: str, change: Callable[[jax.Array, int], jax.Array]) -> None:
+        rings = (own.raw, own.raw_ring), (own.parts, own.parts_ring)
+        split_tile(*rings, step, (walk.parts(name), walk.columns(name)), change)
 
     def split_unit(item: Item, unit: Any) -> None:
         step = walk.step(item, unit)
-        for block in range(len(walk.halves)):
-            split_slot(step + block, lambda x, _: x)
+        for block in range(len(walk.state_blocks)):
+            split_slot(step + block, "state", lambda x, _: x)
         if own.numbers_ring is not None:
             own.numbers_ring.produced.wait(0)
         first_chunk, count = walk.chunks(unit)
@@ -343,13 +286,13 @@ def split(walk: Walk) -> None:
             chunk = first_chunk + pair
             numbers = None if own.numbers is None else own.numbers.at[:, chunk]
             present = walk.count(item, chunk)
-            for place, map in enumerate((of.map_y, of.map_value)):
+            for place, (name, map) in enumerate((("y", of.map_y), ("value", of.map_value))):
 
                 def change(x: jax.Array, first: int, map: Any = map) -> jax.Array:
                     # A feature of a row that there is not may be infinite.
                     return x if map is None else mosaic.kept(map(x, first, numbers), present)
 
-                split_slot(step + len(walk.halves) + 2 * pair + place, change)
+                split_slot(step + len(walk.state_blocks) + 2 * pair + place, name, change)
 
         lax.fori_loop(0, count, split_pair, None)
         if own.numbers_ring is not None:
@@ -359,19 +302,30 @@ def split(walk: Walk) -> None:
     own.parts_ring.drain(_steps(walk, walk.each(split_unit)))
 
 
+def _seen(w: jax.Array, ahead: Any, reverse: bool) -> jax.Array:
+    """w [C, C] with 0 for pairs of rows that do not see each other; the columns' first row lies
+    `ahead` of that of the rows."""
+    rows, columns = (
+        plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=layout)
+        for layout in (OF_ROWS, OF_COLUMNS)
+    )
+    rows, columns = mosaic.in_columns(rows, C), mosaic.in_rows(columns + ahead, C)
+    return jnp.where(rows <= columns if reverse else rows >= columns, w, 0.0)
+
+
 def work(walk: Walk) -> None:
     own, of, spec, worker = walk.own, walk.of, walk.spec, mosaic.group()
-    halves, tile = walk.halves, walk.own.x.at[worker]
+    blocks, tile = walk.state_blocks, walk.own.x.at[worker]
 
     def x_parts(first: int, step: Any) -> Sequence[jax.Array]:
         own_tile = own.x.at[mosaic.plus_zero(worker, step)]
-        return mosaic.in_bf16_parts(load(own_tile.at[:, pl.ds(first, HALF)]), parts_of(spec))
+        return in_parts(load(own_tile.at[:, pl.ds(first, HALF)]), walk.parts("x"))
 
-    def take(step: Any) -> tuple[Any, list[Any]]:
+    def take(step: Any, name: str) -> tuple[Any, list[Any]]:
         """A slot once it is filled, and its parts [C, columns]."""
         slot = own.parts_ring.slot(step)
         own.parts_ring.produced.wait(slot)
-        return slot, [own.parts.at[slot, number] for number in range(parts_of(spec))]
+        return slot, [own.parts.at[slot, number] for number in range(walk.parts(name))]
 
     def give_back(slot: Any) -> None:
         plgpu.commit_smem()  # what was read, ahead of what is stored there
@@ -379,13 +333,13 @@ def work(walk: Walk) -> None:
 
     def times(start: jax.Array, xs: Sequence[jax.Array], ys: Sequence[Any]) -> jax.Array:
         """Adds products [C, 64] of 64 rows or columns."""
-        (found,) = mosaic.multiply((start, mosaic.pairs_of_parts(xs, ys)))
+        (found,) = mosaic.multiply((start, pairs_of(xs, ys)))
         return found
 
     def times_rows(parts: Sequence[Any], step: Any) -> jax.Array:
         """x y^T [C, 64] of 64 rows y."""
         total = mosaic.zeros(C, HALF)
-        for first in halves:
+        for first in walk.in_halves:
             turned = [part.at[:, pl.ds(first, HALF)].T for part in parts]
             total = times(total, x_parts(first, step), turned)
         return total
@@ -396,15 +350,15 @@ def work(walk: Walk) -> None:
         """x [C, C] times a slot's rows, added to halves [C, 64]: not by WGMMA, which truncates what
         it adds up."""
         found = []
-        for first, half in zip(halves, total, strict=True):
+        for first, half in zip(walk.out_halves, total, strict=True):
             columns = [part.at[:, pl.ds(first, HALF)] for part in parts]
             found.append(half + times(mosaic.zeros(C, HALF), xs, columns))
         return found
 
     def times_state(step: Any) -> list[jax.Array]:
-        total = [mosaic.zeros(C, HALF) for _ in halves]
-        for block, first in enumerate(halves):
-            slot, parts = take(step + block)
+        total = [mosaic.zeros(C, HALF) for _ in walk.out_halves]
+        for block, first in enumerate(blocks):
+            slot, parts = take(step + block, "state")
             if of.turned:
                 total[block] = times_rows(parts, step + block)
             else:
@@ -419,18 +373,13 @@ def work(walk: Walk) -> None:
             w = w - mosaic.in_columns(load(own.numbers.at[1, row], OF_ROWS), C)
         elif of.minus == "columns":
             w = w - mosaic.in_rows(load(own.numbers.at[1, chunk], OF_COLUMNS), C)
-        rows, columns = (
-            plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=layout)
-            for layout in (OF_ROWS, OF_COLUMNS)
-        )
-        rows, columns = mosaic.in_columns(rows, C), mosaic.in_rows(columns + (chunk - row) * C, C)
-        return jnp.where(rows <= columns if of.reverse else rows >= columns, w, 0.0)
+        return _seen(w, (chunk - row) * C, of.reverse)
 
     def work_on_unit(item: Item, unit: Any) -> None:
         step, row = walk.step(item, unit), unit * WORKERS + worker
         own.x_ring.produced.wait(0)
         if of.map_x is not None:
-            for first in halves:
+            for first in walk.in_halves:
                 x = of.map_x(load(tile.at[:, pl.ds(first, HALF)]), first, None)
                 tile.at[:, pl.ds(first, HALF)][...] = x
         total = times_state(step)
@@ -440,14 +389,14 @@ def work(walk: Walk) -> None:
 
         def add_pair(pair: Any, sums: Any) -> Any:
             total, den = sums
-            of_pair = step + len(halves) + 2 * pair
-            slot, parts = take(of_pair)
+            of_pair = step + len(blocks) + 2 * pair
+            slot, parts = take(of_pair, "y")
             w = weights(first_chunk + pair, row, parts, of_pair)
             give_back(slot)
             if of.sums_weights:
                 den = den + jnp.sum(w, axis=1)
-            ws = mosaic.in_bf16_parts(w, parts_of(spec))
-            slot, parts = take(of_pair + 1)
+            ws = in_parts(w, of.weight_parts or parts_of(spec))
+            slot, parts = take(of_pair + 1, "value")
             total = add(total, ws, parts)
             give_back(slot)
             return total, den
@@ -472,7 +421,8 @@ def work(walk: Walk) -> None:
             plgpu.copy_smem_to_gmem(own.left.at[worker], target)
 
         numbers = None if own.numbers is None else own.numbers.at[:, row]
-        of.finish(Unit(tile, own.vector, numbers, leave, leave_numbers), total, den)
+        unit_of_rows = Unit(tile, own.vector, numbers, leave, leave_numbers)
+        of.finish(unit_of_rows, dict(zip(walk.out_halves, total, strict=True)), den)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         own.x_ring.consumed.arrive(0)
         if own.numbers_ring is not None:

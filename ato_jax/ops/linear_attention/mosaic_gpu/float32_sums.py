@@ -33,6 +33,7 @@ from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Array, Buffer, Item, Ring, Rol
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, sums_walk
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.sums_walk import COLUMNS, Sums, Walk
+from ato_jax.ops.linear_attention.random_features import OWN_SLOPE
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 MEMORY, SPLIT = Role("memory", mosaic.MEMORY_REGISTERS), Role("split", 104)
@@ -43,6 +44,11 @@ def parts_of(spec: LinearAttentionSpec) -> int:
     """How many bfloat16 parts each factor has: 24 bits of each number, or 16, which is 5 more than
     TF32 has."""
     return 3 if spec.precision == "exact" else 2
+
+
+def parts_of_values(spec: LinearAttentionSpec) -> int:
+    """How many parts v and g have: those beside FAVOR+'s features are of bfloat16."""
+    return 1 if spec.feature_map == OWN_SLOPE else parts_of(spec)
 
 
 def sums_role(spec: LinearAttentionSpec) -> Role:
@@ -65,7 +71,7 @@ class Storage(mosaic.Storage):
 
 def storage_of(spec: LinearAttentionSpec, of_queries: bool) -> Storage:
     tiling, sums = frame.tiling(spec), sums_role(spec)
-    workers, parts = sums.warpgroups, parts_of(spec)
+    workers, parts = sums.warpgroups, parts_of_values(spec)
     slots = 2 if workers == 2 else 4
     y_slots = 1 if workers == 2 and parts == 3 else slots
     x = Buffer(tiling.of_rows_in_float32(slots, workers, C, HALF), copies=workers)
@@ -145,6 +151,7 @@ def split(walk: Walk) -> None:
             (own.y, own.values),
             (own.y_parts, own.parts),
             item.before + chunk,
+            (parts_of_values(walk.spec), walk.spec.V),
             lambda y, _: mosaic.kept(y, count),
         )
 
@@ -174,12 +181,12 @@ def add_up(walk: Walk) -> None:
     def add_chunk(item: Item, chunk: Any, sums: Sums) -> Sums:
         total, vector = sums
         phi, added = map_chunk(item, chunk)
-        count = parts_of(spec)
-        phis = mosaic.in_bf16_parts(phi, count)
+        phis = sums_walk.in_parts(phi, parts_of(spec))
         slot = own.parts.slot(item.before + chunk)
         own.parts.produced.wait(slot)
-        ys = [own.y_parts.at[slot, number] for number in range(count)]  # [C, V] each
-        products = mosaic.pairs_of_parts(phis, ys)
+        # [C, V] each
+        ys = [own.y_parts.at[slot, number] for number in range(parts_of_values(spec))]
+        products = sums_walk.pairs_of(phis, ys)
         (found,) = mosaic.multiply((mosaic.zeros(HALF, spec.V), products))
         plgpu.commit_smem()  # what was read, ahead of what is stored there
         own.parts.consumed.arrive(slot)

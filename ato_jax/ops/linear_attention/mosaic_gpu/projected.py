@@ -18,15 +18,23 @@ write 9 such rows, at any number of features. Other gradients are Triton's.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from ato_jax.mosaic import F32
 from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.features import FeatureMap
-from ato_jax.ops.linear_attention.mosaic_gpu import frame, projected_whole
+from ato_jax.ops.linear_attention.mosaic_gpu import causal, frame, projected_whole
 from ato_jax.ops.linear_attention.mosaic_gpu.projected_whole import least_of
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
 
 # "identity" is not known to be nonnegative. These features are.
 FEATURES = FeatureMap("identity", True, lambda x: x)
@@ -37,6 +45,12 @@ SIZES = 64, 128
 def inner_spec(spec: LinearAttentionSpec) -> LinearAttentionSpec:
     """The call that the kernels take."""
     return dataclasses.replace(spec, D=spec.F, feature_map=FEATURES)
+
+
+def in_parts(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    """The call whose gradients the kernels take where causal."""
+    phi = random_features.OWN_SLOPE
+    return dataclasses.replace(spec, D=spec.F, feature_map=phi, dtype="float32", precision="tf32")
 
 
 def is_whole(spec: LinearAttentionSpec) -> bool:
@@ -53,11 +67,15 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs bfloat16 with features that are not elementwise, got {spec.dtype}"
     if phase == "forward" or is_whole(spec):
         return None
-    if spec.causal or spec.decay or spec.segments:
-        return (
-            "does not support the gradients of features that are not elementwise with causal=True, "
-            "a decay or segments"
-        )
+    beside = "a decay or segments" if spec.decay or spec.segments else ""
+    if spec.causal and (spec.q_lengths or spec.kv_lengths):
+        beside = "causal=True and lengths"
+    if beside:
+        return f"does not support the gradients of features that are not elementwise with {beside}"
+    if spec.causal and spec.D > frame.F:
+        return f"needs at most {frame.F} columns of q and k for their gradients, got {spec.D}"
+    if spec.causal:
+        return None
     return (
         f"needs D = V = {' or '.join(map(str, SIZES))} and at most {frame.F} features for their "
         f"gradients, got D={spec.D}, V={spec.V} and {spec.F} features"
@@ -70,6 +88,41 @@ def inner_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> Inputs:
     counted = random_features.counted(spec, inputs)
     of_q, of_k = (random_features.features_of(x, projection) for x in counted)
     return inputs._replace(q=of_q, k=of_k, feature_parameters=())
+
+
+def inputs_in_parts(spec: LinearAttentionSpec, inputs: Inputs) -> Inputs:
+    """What the call of `in_parts` takes."""
+    (projection,) = inputs.feature_parameters
+    q, k = (random_features.features_of(x, projection, F32) for x in (inputs.q, inputs.k))
+    return inputs._replace(q=q, k=k, v=inputs.v.astype(F32), feature_parameters=())
+
+
+def kept_in_parts(spec: LinearAttentionSpec, kept: causal.Kept) -> causal.Kept:
+    """With an output in bfloat16 and, where gradients read it, what rounding it left off."""
+    if not spec.normalize:
+        return kept._replace(out=kept.out.astype(jnp.bfloat16))
+    rounded = jax.lax.reduce_precision(kept.out, exponent_bits=8, mantissa_bits=7)
+    out, rest = (x.astype(jnp.bfloat16) for x in (rounded, kept.out - rounded))
+    return kept._replace(out=out, rest=rest)
+
+
+def gradients_in_parts(
+    backward: Callable[..., Inputs],
+    spec: LinearAttentionSpec,
+    residuals: Residuals,
+    cotangents: Outputs,
+) -> Inputs:
+    """`backward(spec, residuals, cotangents)` is that of `in_parts`."""
+    inputs, kept = residuals
+    if isinstance(kept, causal.Kept):
+        out = kept.out.astype(F32)
+        kept = kept._replace(out=out if kept.rest is None else out + kept.rest, rest=None)
+    found = backward(
+        in_parts(spec),
+        Residuals(inputs_in_parts(spec, inputs), kept),
+        cotangents._replace(out=cotangents.out.astype(F32)),
+    )
+    return random_features.pulled_back(spec, inputs, found)
 
 
 def whole_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Inputs, jax.Array]:

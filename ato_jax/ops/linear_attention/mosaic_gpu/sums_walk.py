@@ -169,6 +169,19 @@ def sums_of_pieces(
     return found
 
 
+def in_parts(x: jax.Array, count: int) -> Sequence[jax.Array]:
+    """A float32 tile in registers as one to three bfloat16 tiles."""
+    return (mosaic.rounded(x),) if count == 1 else mosaic.in_bf16_parts(x, count)
+
+
+def pairs_of(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """The products of two factors in parts, one of which may have a single part; smallest first."""
+    if len(a) == len(b):
+        return mosaic.pairs_of_parts(a, b)
+    assert 1 in (len(a), len(b)), f"factors of {len(a)} and {len(b)} parts"
+    return [(one, other) for one in reversed(a) for other in reversed(b)]
+
+
 def pass_on(source: Ring, target: Ring, step: Any, write: Callable[[Any, Any], None]) -> None:
     """One step of a role between two rings: `write(slot, target_slot)` reads that slot of `source`
     and fills that slot of `target`."""
@@ -185,18 +198,20 @@ def split_tile(
     source: tuple[Any, Ring],
     target: tuple[Any, Ring],
     step: Any,
+    shape: tuple[int, int],
     change: Callable[[jax.Array, int], jax.Array],
 ) -> None:
-    """Splits a tile [slots, C, columns] float32 into its bfloat16 parts [slots, parts, C, columns],
-    64 columns at a time, each as `change(columns, number of the first one)` gives it."""
+    """Splits a tile [slots, C, columns] float32 into bfloat16 parts [slots, parts, C, columns], 64
+    columns at a time, each as `change(columns, number of the first one)` gives it: `shape` says
+    into how many parts, and how many columns."""
     (x, raw), (parts, changed) = source, target
-    _, count, _, width = parts.shape
+    count, width = shape
 
     def write(slot: Any, parts_slot: Any) -> None:
         for first in range(0, width, HALF):
             columns = pl.ds(first, HALF)
             own = change(load(x.at[slot, :, columns]), first)  # [C, 64]
-            for number, part in enumerate(mosaic.in_bf16_parts(own, count)):
+            for number, part in enumerate(in_parts(own, count)):
                 parts.at[parts_slot, number, :, columns][...] = part
 
     pass_on(raw, changed, step, write)

@@ -137,7 +137,7 @@ def backward(
     if _by_kernels(spec):
         mapped = _mapped_by_kernels(spec, inputs, inner.dtype)
         found = attend(inner, Residuals(mapped, outputs), cotangents)
-        return _pulled_back(spec, inputs, found)
+        return random_features.pulled_back(spec, inputs, found)
     (phi_q, phi_k), pull = jax.vjp(
         _mapping(spec, inputs), inputs.q, inputs.k, inputs.feature_parameters
     )
@@ -151,17 +151,3 @@ def backward(
     )
     dq, dk, d_parameters = pull((found.q, found.k))
     return found._replace(q=dq, k=dk, v=found.v.astype(spec.dtype), feature_parameters=d_parameters)
-
-
-def _pulled_back(spec: LinearAttentionSpec, inputs: Inputs, found: Inputs) -> Inputs:
-    """The call's gradients, from those of the features' logarithms."""
-    (projection,) = inputs.feature_parameters
-    rows, of_rows = random_features.counted(spec, inputs), (found.q, found.k)
-    dq, dk = (
-        random_features.gradient_of_rows(x, projection, d_a)
-        for x, d_a in zip(rows, of_rows, strict=True)
-    )
-    of_q, of_k = map(random_features.gradient_of_projection, rows, of_rows)
-    parameters = ((of_q + of_k).astype(projection.dtype),)
-    v = found.v.astype(spec.dtype)
-    return found._replace(q=dq, k=dk, v=v, feature_parameters=parameters)
