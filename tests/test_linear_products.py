@@ -11,19 +11,24 @@ import pytest
 
 import ato_jax
 from ato_jax import choosing
+from ato_jax.ops.linear_attention import large_states
 from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.xla import products
+from ato_jax.ops.linear_attention.xla.products import rows
 from benchmarks.choices import Row
 from tests import choices, numerics
 
 # Wider than tall, so that no axis is taken for another; a chunk of 256 rows and a part of one.
 SIZES = {"B": 1, "T": 300, "S": 300, "H": 2, "G": 2, "D": 272, "V": 24}
+# A state that only float16 and TF32 leave to products; odd numbers.
+SMALLER = {"T": 299, "S": 299, "D": 131, "V": 23}
+TF32 = {"precision": "tf32"}
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two segments of two chunks at 300 rows, and no least number of rows of heads."""
-    monkeypatch.setattr(products, "LEAST_ROWS_OF_HEADS", 1)
+    monkeypatch.setattr(large_states, "LEAST_ROWS_OF_HEADS", 1)
     monkeypatch.setattr(products, "default_config", lambda spec, device: products.Config(80, 2))
     monkeypatch.setattr(
         type(products.BACKEND), "default_config", staticmethod(products.default_config)
@@ -55,6 +60,13 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("bfloat16", {}, {"causal": True}),
     ("float16", {}, {}),
     ("float16", {}, {"causal": True}),
+    ("float16", SMALLER, {}),
+    ("float16", SMALLER | {"H": 4}, {"causal": True, "feature_map": "exp", "layout": "bhtd"}),
+    ("float16", SMALLER | {"D": 23, "V": 131}, {"feature_map": "identity"}),
+    ("float32", SMALLER, TF32),
+    ("float32", SMALLER | {"H": 4}, TF32 | {"causal": True}),
+    ("float32", SMALLER, TF32 | {"causal": True, "feature_map": "identity"}),
+    ("float32", SMALLER, TF32 | {"initial_state": state(**SMALLER), "return_state": True}),
     ("bfloat16", {"H": 4, "B": 2}, {"layout": "bhtd"}),
     ("bfloat16", {"H": 4, "B": 2}, {"causal": True, "layout": "bhtd"}),
     ("bfloat16", {"H": 4}, {"causal": True, "feature_map": "identity"}),
@@ -102,6 +114,33 @@ def test_padding_reaches_nothing(causal: bool) -> None:
         assert np.isfinite(np.asarray(found, np.float32)).all()
 
 
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_card_that_cuts_operands_to_tf32_loses_nothing(
+    dtype: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operands are TF32 numbers by themselves: without their low 13 bits, all results are the same
+    bits."""
+    arrays = draw(dtype, **SMALLER)
+
+    def results() -> dict[str, np.ndarray]:
+        options = {"causal": causal, "precision": "tf32", "implementation": "xla.products"}
+        found = jax.vjp(lambda *qkv: ato_jax.linear_attention(*qkv, **options), *arrays)
+        return dict(enumerate(map(np.asarray, (found[0], *found[1](found[0])))))
+
+    def cut(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    wanted, product = results(), rows.product
+    monkeypatch.setattr(rows, "product", lambda equation, left, right, dtype: product(
+        equation, cut(left), cut(right), dtype))  # fmt: skip
+    jax.clear_caches()
+    for name, found in results().items():
+        np.testing.assert_array_equal(found, wanted[name])
+
+
 def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> None:
     def backends(**sizes: Any) -> list[str | None]:
         row = Row("linear_attention", **{"B": 1, "H": 8, "T": 16384} | sizes)
@@ -111,6 +150,13 @@ def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> N
     assert backends(D=512) == backends(D=320, causal=True) == ["xla.products"] * 3
     assert backends(D=256) == ["mosaic_gpu"] * 3
     assert backends(D=512, dtype="float32") == ["xla"] * 3
+    assert backends(D=192, V=320) == ["triton"] * 3
+    for dtype in ({"dtype": "float16"}, {"dtype": "float32", "tf32": True}):
+        assert backends(D=155, **dtype) == backends(D=64, V=144, **dtype) == ["xla.products"] * 3
+        assert backends(D=256, causal=True, **dtype) == ["xla.products"] * 3
+        assert "xla.products" not in backends(D=128, **dtype)
+        assert backends(D=155, T=128, **dtype) == backends(D=155, H=1, T=2048, **dtype)
+        assert "xla.products" not in backends(D=155, T=128, **dtype)
     q, k, v = draw("bfloat16", T=4096, S=4096)
     assert ato_jax.explain(ato_jax.linear_attention, q, k, v).implementation == "xla"
 

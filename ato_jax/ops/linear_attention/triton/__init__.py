@@ -40,6 +40,7 @@ from typing import Any
 
 from ato_jax.backend import Backend
 from ato_jax.device import Device
+from ato_jax.ops.linear_attention import large_states
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 from ato_jax.ops.linear_attention.triton import (
     bidirectional,
@@ -89,6 +90,12 @@ def blocks_of_values(spec: LinearAttentionSpec, config: Config, phase: str) -> i
     return split.blocks(spec, config.stored_columns if stored else 0, config.wide_state)
 
 
+def beats_later_backends(
+    spec: LinearAttentionSpec, device: Device, backward_follows: bool
+) -> bool:
+    return not large_states.beats_kernels(spec)
+
+
 def _kernels(spec: LinearAttentionSpec) -> Any:
     """The module that has the kernels for the spec."""
     if spec.decay == "channel":
@@ -129,6 +136,7 @@ class _Triton(Backend[LinearAttentionSpec, Config, Inputs, Outputs]):
     default_config = staticmethod(default_config)
     forward = staticmethod(forward)
     backward = staticmethod(backward)
+    beats_later_backends = staticmethod(beats_later_backends)
 
 
 BACKEND = _Triton()

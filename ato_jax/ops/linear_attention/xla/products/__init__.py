@@ -1,7 +1,8 @@
-"""Linear attention by large products, for states that no kernel holds: D or V above 256.
+"""Linear attention by large products, for large states (`large_states.py`): D or V above 256 in
+bfloat16, which no kernel holds, and above 128 in float16 and TF32, which Hopper's kernels refuse.
 
-The products are einsums of bfloat16 operands (TF32 for float16), which XLA hands to the card's
-library or compiles itself. Between them are elementwise passes, which XLA fuses. With 512 columns a
+The products are einsums of bfloat16 or TF32 operands, which XLA hands to the card's library or
+compiles itself. Between them are elementwise passes, which XLA fuses. With 512 columns a
 product over all rows and heads takes as long as the bytes of its operands, so what counts is how
 few passes there are. `whole.py` is for calls where every query sees every key, `causal.py` cuts the
 rows into chunks. Both say their gradients: those that JAX would derive multiply float32 arrays.
@@ -16,14 +17,10 @@ import dataclasses
 
 from ato_jax.backend import Backend
 from ato_jax.device import Device
+from ato_jax.ops.linear_attention.large_states import unsupported as unsupported
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 from ato_jax.ops.linear_attention.xla.products import causal, whole
 
-# Up to here kernels hold the states.
-LARGEST_HELD = 256
-# Fewer rows do not average out the roundings of states, and leave most of a card idle.
-LEAST_ROWS = 256
-LEAST_ROWS_OF_HEADS = 2**12
 # Rows of a chunk: a chunk's products of pairs cost as much as its state's where it has as many rows
 # as a state has columns.
 CHUNK = 512
@@ -43,25 +40,6 @@ class Config:
 
     chunk: int
     chunks: int
-
-
-def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
-    if spec.dtype not in ("bfloat16", "float16"):
-        return f"takes bfloat16 and float16, got {spec.dtype}"
-    if max(spec.F, spec.V) <= LARGEST_HELD:
-        return f"takes D or V above {LARGEST_HELD}, got D={spec.D}, V={spec.V}"
-    if not spec.feature_map.elementwise or spec.feature_map.parameters:
-        return f"feature map {spec.feature_map.name!r} is not elementwise or closes over arrays"
-    if spec.decay or spec.segments:
-        return "does not support a decay or segments"
-    if spec.causal and (spec.T != spec.S or spec.offset != 0):
-        return f"needs T = S and equal lengths where causal, got {spec.T} and {spec.S}"
-    if min(spec.T, spec.S) < LEAST_ROWS or spec.B * spec.H * spec.T < LEAST_ROWS_OF_HEADS:
-        return (
-            f"needs T and S of at least {LEAST_ROWS} and B * H * T of at least "
-            f"{LEAST_ROWS_OF_HEADS}, got B={spec.B}, H={spec.H}, T={spec.T}, S={spec.S}"
-        )
-    return None
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:

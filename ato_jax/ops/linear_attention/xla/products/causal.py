@@ -168,7 +168,7 @@ class _Call(NamedTuple):
         mask = self.masks(index)[1]
         v = rows.keep(mask, self.take(self.inputs.v, index))
         phi_k = rows.features(self.spec, self.take(self.inputs.k, index), mask)
-        return Segment(rows.rounded(self.spec, phi_k), v.astype(rows.operand_dtype(self.spec)))
+        return Segment(rows.rounded(self.spec, phi_k), rows.operand(self.spec, v))
 
     def segment(self, index: Any) -> Segment:
         mask = self.masks(index)[0]
@@ -231,7 +231,7 @@ def forward(spec: LinearAttentionSpec, chunk: int, most: int, inputs: Inputs) ->
         segment = call.segment(index)
         befores, S = _sums_before(S, _state_sums(segment))
         z_before, z = _sums_before(z, jnp.sum(segment.phi_k, axis=3))
-        pairs = _pairs(segment, call.of, segment.v.dtype)
+        pairs = rows.operand(spec, _pairs(segment, call.of, segment.v.dtype))
         w = rows.weights(spec, _den(pairs, segment.phi_q, _stacked(z_before)))
         states = rows.parts_of_states(spec, _stacked(befores))
         q = segment.phi_q.astype(segment.v.dtype)
@@ -283,14 +283,15 @@ def backward(
         segment = call.segment(index)
         phi_q, v = segment.phi_q, segment.v
         q, k = phi_q.astype(dtype), segment.phi_k.astype(dtype)
-        S = [one.astype(dtype) for one in _sums_before(starts.kv[index], _state_sums(segment))[0]]
+        befores = _sums_before(starts.kv[index], _state_sums(segment))[0]
+        S = [rows.operand(spec, one) for one in befores]
         z = _stacked(_sums_before(starts.k_sum[index], jnp.sum(segment.phi_k, axis=3))[0])
         # In float32 for the normaliser's flow: where few keys are seen, their roundings do not
         # average out, and these rows have the largest gradients.
         pairs = _pairs(segment, of, jnp.float32)
         den = _den(pairs, phi_q, z)
         w = rows.weights(spec, den)
-        d_out = rows.keep(asked, call.take(d_outs, index)).astype(dtype)
+        d_out = rows.operand(spec, rows.keep(asked, call.take(d_outs, index)))
         of_states = product("bgnmv,bgnfv->bgnmf", d_out, _stacked(S), jnp.float32)
         of_pairs = product("bgnmv,bgncv->bgnmc", d_out, v, jnp.float32)
         s = jnp.sum(pairs * of_pairs, axis=-1, keepdims=True)
@@ -301,9 +302,9 @@ def backward(
         # are alike, dk is the sum of d_pairs over the queries, and the terms of that sum cancel.
         d_pairs, *rest = rows.in_parts(spec, d_pairs)
 
-        sums = product("bgnmf,bgnmv->bgnfv", (phi_q * w).astype(dtype), d_out, jnp.float32)
+        sums = product("bgnmf,bgnmv->bgnfv", rows.operand(spec, phi_q * w), d_out, jnp.float32)
         after, later = _sums_after(later, sums)
-        states_after = _stacked([one.astype(dtype) for one in after])
+        states_after = _stacked([rows.operand(spec, one) for one in after])
         r_after, r = _sums_after(r, -jnp.sum(phi_q * (w * s), axis=3))
 
         d_q = product("bgnmc,bgncf->bgnmf", d_pairs, k, jnp.float32)
@@ -314,7 +315,7 @@ def backward(
             d_k += product("bgnmc,bgnmf->bgncf", part, q, jnp.float32)
         d_k += product("bgncv,bgnfv->bgncf", v, states_after, jnp.float32)
         d_k += _stacked(r_after)[:, :, :, None]
-        d_v = product("bgnmc,bgnmv->bgncv", (pairs * w).astype(dtype), d_out, jnp.float32)
+        d_v = product("bgnmc,bgnmv->bgncv", rows.operand(spec, pairs * w), d_out, jnp.float32)
         d_v += product("bgncf,bgnfv->bgncv", k, states_after, jnp.float32)
         flows = (
             rows.pull_back(spec, call.take(q_again, index), asked, d_q),

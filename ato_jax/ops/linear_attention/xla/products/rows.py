@@ -2,7 +2,9 @@
 
 R = H / G query heads share a kv head. Products take operands of `operand_dtype` and accumulate in
 float32. bfloat16 stays bfloat16. float16 becomes float32, which a GPU multiplies in TF32: that has
-float16's mantissa, and sums over keys and quotients leave float16's range.
+float16's mantissa, and sums over keys and quotients leave float16's range. Tensor cores cut a
+float32 operand off after TF32's 10 bits. Cut features are all too small, and errors of one sign do
+not average out, so operands are rounded to the nearest TF32 number here, which is exact on a card.
 """
 
 from __future__ import annotations
@@ -22,6 +24,18 @@ KEY_AXES = {"bthd": "btg", "bhtd": "bgt"}
 
 def operand_dtype(spec: LinearAttentionSpec) -> Any:
     return jnp.bfloat16 if spec.dtype == "bfloat16" else jnp.float32
+
+
+# Bits of mantissa that an operand has, beside the leading one.
+MANTISSA_BITS = {jnp.bfloat16: 7, jnp.float32: 10}
+
+
+def operand(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
+    """x as a factor of a product."""
+    dtype = operand_dtype(spec)
+    if dtype == jnp.bfloat16 or x.dtype == jnp.float16:
+        return x.astype(dtype)
+    return rounded(spec, x)
 
 
 def product(equation: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
@@ -75,9 +89,8 @@ def rounded(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
     Where two terms nearly cancel, both take the same roundings of what they have in common. A cast
     there and back would be none: XLA may remove it.
     """
-    if operand_dtype(spec) == jnp.float32:
-        return x
-    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    bits = MANTISSA_BITS[operand_dtype(spec)]
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=bits)
 
 
 def pull_back(
@@ -108,17 +121,16 @@ def parts_of_states(spec: LinearAttentionSpec, states: jax.Array) -> list[jax.Ar
     up to the budget of the output, so a sum that cancels has no room for the state's.
     """
     if spec.feature_map.nonnegative:
-        return [states.astype(operand_dtype(spec))]
+        return [operand(spec, states)]
     return in_parts(spec, states)
 
 
 def in_parts(spec: LinearAttentionSpec, x: jax.Array) -> list[jax.Array]:
     """What x rounds to as an operand, and what that leaves, if anything."""
-    dtype = operand_dtype(spec)
-    high = x.astype(dtype)
-    if dtype == jnp.float32:
+    high = operand(spec, x)
+    if high.dtype == jnp.float32:
         return [high]
-    return [high, (x - rounded(spec, x)).astype(dtype)]
+    return [high, (x - rounded(spec, x)).astype(high.dtype)]
 
 
 def initial(spec: LinearAttentionSpec, inputs: Inputs) -> LinearState:

@@ -48,7 +48,7 @@ def _queries(
     den = jnp.sum(phi_q * _over(axes, z), axis=-1, keepdims=True)
     weighed = phi_q * rows.weights(spec, den) if spec.normalize else phi_q
     # Behind the barrier all read the operand. Else XLA keeps it in float32 for some.
-    operand = jax.lax.optimization_barrier(weighed.astype(rows.operand_dtype(spec)))
+    operand = jax.lax.optimization_barrier(rows.operand(spec, weighed))
     return operand, den, mask
 
 
@@ -57,7 +57,7 @@ def _keys(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """phi(k) in float32, v as an operand, and the mask of padding."""
     mask = rows.valid(inputs.kv_lengths, 0, spec.S, rows.KEY_AXES[spec.layout])
-    v = rows.keep(mask, inputs.v).astype(rows.operand_dtype(spec))
+    v = rows.operand(spec, rows.keep(mask, inputs.v))
     return rows.features(spec, inputs.k, mask), v, mask
 
 
@@ -65,7 +65,7 @@ def forward(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
     query_axes, key_axes = rows.QUERY_AXES[spec.layout], rows.KEY_AXES[spec.layout]
     state = rows.initial(spec, inputs)
     phi_k, v, _ = _keys(spec, inputs)
-    k = phi_k.astype(v.dtype)
+    k = rows.operand(spec, phi_k)
     S = state.kv + rows.product(f"{key_axes}f,{key_axes}v->bgfv", k, v, jnp.float32)
     z = state.k_sum + jnp.sum(phi_k, axis=key_axes.index("t"))
     q = _queries(spec, inputs, z)[0]
@@ -86,7 +86,7 @@ def backward(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Output
     # The maps' derivatives read q and k by themselves: else XLA keeps the features in float32.
     q_again, k_again = jax.lax.optimization_barrier((rows.in_groups(spec, inputs.q), inputs.k))
     phi_k, v, real = _keys(spec, inputs)
-    d_out = rows.keep(asked, rows.in_groups(spec, cotangents.out)).astype(dtype)
+    d_out = rows.operand(spec, rows.keep(asked, rows.in_groups(spec, cotangents.out)))
     scale = 1.0 if spec.normalize else spec.scale
 
     d_kv = rows.product(f"{query_axes}f,{query_axes}v->bgfv", q, d_out, jnp.float32) * scale
@@ -99,10 +99,11 @@ def backward(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Output
     d_phi_q = (of_state - num_flow * _over(query_axes, z)) * rows.weights(spec, den)
     over_rows = tuple(query_axes.index(axis) for axis in "tr")
     dz = -jnp.sum(q.astype(jnp.float32) * num_flow, axis=over_rows) + cotangents.state.k_sum
-    d_kv_operand = d_kv.astype(dtype)
+    d_kv_operand = rows.operand(spec, d_kv)
     d_phi_k = rows.product(f"{key_axes}v,bgfv->{key_axes}f", v, d_kv_operand, jnp.float32)
     d_phi_k = d_phi_k + _over(key_axes, dz)
-    d_v = rows.product(f"{key_axes}f,bgfv->{key_axes}v", phi_k.astype(dtype), d_kv_operand, dtype)
+    k = rows.operand(spec, phi_k)
+    d_v = rows.product(f"{key_axes}f,bgfv->{key_axes}v", k, d_kv_operand, dtype)
     return Inputs(
         rows.of_heads(spec, rows.pull_back(spec, q_again, asked, d_phi_q)),
         rows.pull_back(spec, k_again, real, d_phi_k),
