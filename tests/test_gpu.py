@@ -1632,6 +1632,22 @@ def test_states_above_256_columns_by_products(
 
 
 @of_linear_attention
+@pytest.mark.parametrize("name", [None, "head", "step", "segments"])
+@pytest.mark.parametrize(
+    ("dtype", "D", "precision"),
+    [("float16", 155, None), ("float32", 155, "tf32"), ("bfloat16", 272, None)],
+)
+def test_products_with_decays_and_segments(
+    dtype: str, D: int, precision: str | None, name: str | None
+) -> None:
+    B, T, G = 2, 1100, 4
+    options = {} if name is None else linear_options(name, B, T, D, G, V=147)
+    qkv = arrays(dtype, B=B, T=T, H=G, G=G, D=D, V=147)
+    options = {"causal": True, "precision": precision} | options
+    check("linear_attention", *qkv, **options, implementation="xla.products")
+
+
+@of_linear_attention
 @pytest.mark.parametrize("decay", [None, "head", "step", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_steps_equal_the_causal_pass(dtype: str, decay: str | None) -> None:

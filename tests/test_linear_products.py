@@ -96,6 +96,98 @@ def test_products_are_within_the_budgets(
     numerics.compare(result, wanted)
 
 
+def gates(kind: str, layout: str = "bthd", strength: float = 0.1, **sizes: int) -> jax.Array:
+    """Mild decays, with some steep ones and zeros among those of steps."""
+    sizes = SIZES | sizes
+    random = np.random.default_rng(2)
+    if kind == "head":
+        return jnp.linspace(-strength, -0.01, sizes["G"], dtype=jnp.float32)
+    found = -np.abs(random.normal(size=(sizes["B"], sizes["T"], sizes["G"]))) * strength
+    found[random.random(found.shape) < 0.02] = -50
+    found[random.random(found.shape) < 0.02] = -np.inf
+    found[random.random(found.shape) < 0.1] = 0
+    found = found if layout == "bthd" else np.swapaxes(found, 1, 2)
+    return jnp.asarray(found, jnp.float32)
+
+
+# The longest segment, of 98 rows, holds a whole chunk; two of them begin at the edge of one.
+RUNS = np.repeat([4, 4, 1, 2, 0], [35, 45, 23, 98, 98])[None]
+TWO = SMALLER | {"B": 2}
+# The gradient of a decay per head is one number that may cancel by chance; several do not at once.
+MORE = SMALLER | {"B": 2, "H": 4, "G": 4}
+LENGTHS = dict.fromkeys(("q_lengths", "kv_lengths"), [299, 170])
+STATES = {"initial_state": state(**TWO), "return_state": True}
+GATED: list[tuple[str, dict[str, int], str | None, dict[str, Any]]] = [
+    ("float16", SMALLER, "step", {}),
+    ("float16", TWO | {"H": 6}, "step", {"layout": "bhtd"} | LENGTHS | STATES),
+    ("float16", MORE, "head", {"feature_map": "identity"}),
+    ("float16", SMALLER | {"H": 4}, None, {"segment_ids": RUNS, "feature_map": "exp"}),
+    ("float16", TWO, None, {"segment_ids": np.repeat(RUNS, 2, 0)} | LENGTHS | STATES),
+    ("float16", TWO, "step", {"segment_ids": np.repeat(RUNS, 2, 0)} | LENGTHS | STATES),
+    ("float32", SMALLER, "step", TF32 | {"segment_ids": RUNS}),
+    ("float32", SMALLER | {"H": 4}, "head", TF32 | {"layout": "bhtd"}),
+    ("bfloat16", {"H": 4}, "step", {}),
+    ("bfloat16", {}, "step", {"feature_map": "silu", "segment_ids": [[0] * 170 + [1] * 130]}),
+    ("bfloat16", {"H": 4, "G": 4}, "head", {}),
+]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("dtype", "sizes", "decay", "options"), GATED)
+def test_decays_and_segments_are_within_the_budgets(
+    dtype: str, sizes: dict[str, int], decay: str | None, options: dict[str, Any]
+) -> None:
+    layout = options.get("layout", "bthd")
+    arrays = draw(dtype, layout, **sizes)
+    options = {
+        name: np.array(value) if name.endswith(("lengths", "ids")) else value
+        for name, value in options.items()
+    } | {"causal": True}
+    if decay:
+        options["decay"] = gates(decay, layout, **sizes)
+    wanted = numerics.oracle("linear_attention", *arrays, **options)
+    result = numerics.run(
+        "linear_attention", "xla.products", *arrays, cotangents=wanted.cotangents, **options
+    )
+    numerics.compare(result, wanted)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("strength", "normalize"), [(2.0, True), (25.0, True), (25.0, False)])
+def test_the_gradient_of_decays_that_are_all_strong(strength: float, normalize: bool) -> None:
+    """Each is so small that it is lost beside any pair that it is no part of, and beside what the
+    last key adds to the state."""
+    arrays = draw("float16", **SMALLER)
+    decay = jnp.full((1, 299, 2), -strength)
+    options = {"causal": True, "decay": decay, "return_state": True, "normalize": normalize}
+    wanted = numerics.oracle("linear_attention", *arrays, **options)
+    result = numerics.run(
+        "linear_attention", "xla.products", *arrays, cotangents=wanted.cotangents, **options
+    )
+    found = numerics.compare(result, wanted)["ddecay"]
+    assert np.any(wanted.exact["ddecay"]) and found.error < 2e-3
+
+
+@pytest.mark.usefixtures("small")
+def test_segments_are_calls_of_their_own() -> None:
+    """Bit for bit where they begin with a chunk, whatever another one holds."""
+    q, k, v = draw("float16", **SMALLER)
+    ids = jnp.asarray(np.repeat([0, 1], [160, 139])[None])
+
+    def results(k: jax.Array) -> list[np.ndarray]:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array) -> jax.Array:
+            return ato_jax.linear_attention(
+                q, k, v, causal=True, decay=decay, segment_ids=ids, implementation="xla.products"
+            )
+
+        out, pull = jax.vjp(attend, q, k, v, gates("step", **SMALLER))
+        return [np.asarray(array)[:, 160:] for array in (out, *pull(out))]
+
+    for one, other in zip(results(k), results(k.at[:, :160].set(3)), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert np.any(one)
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_reaches_nothing(causal: bool) -> None:
@@ -157,6 +249,12 @@ def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> N
         assert "xla.products" not in backends(D=128, **dtype)
         assert backends(D=155, T=128, **dtype) == backends(D=155, H=1, T=2048, **dtype)
         assert "xla.products" not in backends(D=155, T=128, **dtype)
+        for gated in ({"decay": "step"}, {"decay": "head"}, {"documents": 512}):
+            assert backends(D=155, causal=True, **gated, **dtype) == ["xla.products"] * 3
+            assert "xla.products" not in backends(D=155, **gated, **dtype)
+    for gated in ({"decay": "step"}, {"decay": "head"}, {"documents": 512}):
+        assert backends(D=512, causal=True, **gated) == ["xla.products"] * 3
+    assert backends(D=512, causal=True, decay="channel") == ["xla"] * 3
     q, k, v = draw("bfloat16", T=4096, S=4096)
     assert ato_jax.explain(ato_jax.linear_attention, q, k, v).implementation == "xla"
 

@@ -392,8 +392,8 @@ def linear_attention(
         "mosaic_gpu" (Hopper; bfloat16; D and V of multiples of 16, the larger from 80 to 128,
         without a decay or, causal, V alone to 256; causal also of 8 from 16 to 64; up to 128
         columns without a decay and segments float16 and float32), "triton", "xla.products"
-        (D or V above 256 in bfloat16, above 128 in float16 and TF32; without a decay and segments),
-        "xla" and "reference".
+        (D or V above 256 in bfloat16, above 128 in float16 and TF32; causal, or without a decay and
+        segments), "xla" and "reference".
 
     Returns:
       out [B, T, H, V] in v's dtype, or `out_dtype`; with `return_state` the pair (out, state). A

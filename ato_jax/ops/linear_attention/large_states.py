@@ -26,8 +26,12 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"takes D or V above {held} in {spec.dtype}, got D={spec.D}, V={spec.V}"
     if not spec.feature_map.elementwise or spec.feature_map.parameters:
         return f"feature map {spec.feature_map.name!r} is not elementwise or closes over arrays"
-    if spec.decay or spec.segments:
-        return "does not support a decay or segments"
+    if (spec.decay or spec.segments) and not spec.causal:
+        return "does not support a decay or segments without causal=True"
+    if spec.decay == "channel":
+        return "does not support a decay per step and channel"
+    if spec.segments == "cross":
+        return "does not support segments of queries and keys that differ"
     if spec.causal and (spec.T != spec.S or spec.offset != 0):
         return f"needs T = S and equal lengths where causal, got {spec.T} and {spec.S}"
     if min(spec.T, spec.S) < LEAST_ROWS or spec.B * spec.H * spec.T < LEAST_ROWS_OF_HEADS:

@@ -5,7 +5,8 @@ The products are einsums of bfloat16 or TF32 operands, which XLA hands to the ca
 compiles itself. Between them are elementwise passes, which XLA fuses. With 512 columns a
 product over all rows and heads takes as long as the bytes of its operands, so what counts is how
 few passes there are. `whole.py` is for calls where every query sees every key, `causal.py` cuts the
-rows into chunks. Both say their gradients: those that JAX would derive multiply float32 arrays.
+rows into chunks, to which `gates.py` adds decays and segments. Both say their gradients: those that
+JAX would derive multiply float32 arrays.
 
 Its name is "xla.products". `implementation="xla"` does not take it, since its derivative is of
 first order and reverse mode alone.
@@ -21,9 +22,13 @@ from ato_jax.ops.linear_attention.large_states import unsupported as unsupported
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 from ato_jax.ops.linear_attention.xla.products import causal, whole
 
-# Rows of a chunk: a chunk's products of pairs cost as much as its state's where it has as many rows
-# as a state has columns.
-CHUNK = 512
+# Rows of a chunk, by the largest number of columns: a row has C pairs and shares a state of F * V
+# with C rows, which is the same where C is the root of F * V. 512 steps of the strongest decay are
+# what float32 adds exactly in the parts that `gates.py` makes of decays.
+SMALL_CHUNK, CHUNK = 256, 512
+# The most chunks of a segment: their states are added up one after another, which the program says
+# for each of them.
+MOST_CHUNKS = 32
 # The most elements of an array of a segment, on which all passes are done before the next one: what
 # lies between them takes about twenty such arrays.
 SEGMENT_SIZE = 1 << 23
@@ -43,8 +48,10 @@ class Config:
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
-    chunk_size = spec.B * spec.H * CHUNK * max(spec.F, spec.V)
-    return Config(CHUNK, max(1, SEGMENT_SIZE // max(1, chunk_size)))
+    columns = max(spec.F, spec.V)
+    chunk = SMALL_CHUNK if columns <= SMALL_CHUNK else CHUNK
+    fit = SEGMENT_SIZE // max(1, spec.B * spec.H * chunk * columns)
+    return Config(chunk, min(MOST_CHUNKS, max(1, fit)))
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:

@@ -1,18 +1,25 @@
 """Causal: rows in chunks of C, chunks in segments, products over all chunks of a segment at once.
 
-With S, z the sums over the keys of all earlier chunks, and w_i as in `whole.py`:
+With S, z the sums over the keys of all earlier chunks, w_i as in `whole.py`, and the factors
+E_ij, a_i, b_j and c of `gates.py`, which are 1 without a decay and segments:
 
-    P_ij  = phi(q_i) . phi(k_j)                           j <= i, both in the chunk
-    den_i = sum_j P_ij + phi(q_i) . z
-    out_i = w_i [P_i, phi(q_i)] [v; S]                    one product over C + F
+    P_ij  = E_ij phi(q_i) . phi(k_j)                      j <= i, both in the chunk
+    den_i = sum_j P_ij + a_i phi(q_i) . z
+    out_i = w_i [P_i, a_i phi(q_i)] [v; S]                one product over C + F
+    S'    = c S + sum_j b_j phi(k_j) v_j^T                z' likewise: those of the next chunk
 
-    s_i   = w_i (sum_j P_ij do_i . v_j + phi(q_i) . do_i S^T)     out_i . do_i, as in `whole.py`
-    R     = sum over the rows of all later chunks of w_i phi(q_i) do_i^T
-    r     = -sum over them of w_i s_i phi(q_i)
+    s_i   = w_i (sum_j P_ij do_i . v_j + a_i phi(q_i) . do_i S^T)     out_i . do_i, as in `whole.py`
+    R     = c' R' + sum over the next chunk's rows of w_i a_i phi(q_i) do_i^T
+    r     = c' r' - sum over them of w_i a_i s_i phi(q_i)
     dP_ij = w_i (do_i . v_j - s_i)                        j <= i, both in the chunk
-    dphi(q_i) = sum_j dP_ij phi(k_j) + w_i (do_i S^T - s_i z)
-    dphi(k_j) = sum_i dP_ij phi(q_i) + v_j R^T + r
-    dv_j      = sum_i w_i P_ij do_i + phi(k_j) R
+    dphi(q_i) = sum_j E_ij dP_ij phi(k_j) + w_i a_i (do_i S^T - s_i z)
+    dphi(k_j) = sum_i E_ij dP_ij phi(q_i) + b_j (v_j R^T + r)
+    dv_j      = sum_i w_i P_ij do_i + b_j phi(k_j) R
+
+The decay's gradient is made of what each factor's exponent takes from the loss:
+
+    M_ij = P_ij dP_ij                       A_i = w_i a_i phi(q_i) . (do_i S^T - s_i z)
+    K    = c (<S, R> + z . r)               B_j = b_j phi(k_j) . (v_j R^T + r)
 
 A chunk's query rows are those of all heads of a group, M = R * C. Segments follow one another, so
 that what lies between the passes does not grow with T. The backward pass goes from the last segment
@@ -37,7 +44,8 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
     Residuals,
 )
-from ato_jax.ops.linear_attention.xla.products import rows
+from ato_jax.ops.linear_attention.xla.products import gates, rows
+from ato_jax.ops.linear_attention.xla.products.gates import Gates
 
 
 class Cut(NamedTuple):
@@ -63,9 +71,17 @@ def cut(spec: LinearAttentionSpec, chunk: int, most: int) -> Cut:
 class Segment(NamedTuple):
     """A segment's arrays, heads first; the features are rounded as operands are."""
 
+    gates: Gates | None
     phi_k: Any  # [B, G, N, C, F] float32
+    added: Any  # b phi(k), rounded once
     v: Any  # [B, G, N, C, V]
     phi_q: Any = None  # [B, G, N, M, F] float32
+    reading: Any = None  # a phi(q), rounded once
+
+    @property
+    def keeps(self) -> Any:
+        """c [B, G or 1, N]; None: all are 1."""
+        return None if self.gates is None else self.gates.keeps
 
 
 def _padded(spec: LinearAttentionSpec, of: Cut, array: jax.Array) -> jax.Array:
@@ -128,18 +144,27 @@ def _mask(
     return full.reshape(*shape[:3], -1, 1)
 
 
-def _sums_before(first: jax.Array, each: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """first [B, G, ..], each [B, G, N, ..]: the sum before each n, and that of all."""
+def _sums_before(
+    first: jax.Array, each: jax.Array, keeps: jax.Array | None
+) -> tuple[list[jax.Array], jax.Array]:
+    """first [B, G, ..], each [B, G, N, ..]: the sum before each n, and that of all. What is summed
+    up before n is multiplied by keeps [B, G or 1, N] there."""
     before = []
     for n in range(each.shape[2]):
         before.append(first)
+        if keeps is not None:
+            kept = keeps[:, :, n]
+            first = first * kept.reshape(*kept.shape, *(1 for _ in first.shape[2:]))
         first = first + each[:, :, n]
     return before, first
 
 
-def _sums_after(last: jax.Array, each: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+def _sums_after(
+    last: jax.Array, each: jax.Array, keeps: jax.Array | None
+) -> tuple[list[jax.Array], jax.Array]:
     """The sum behind each n, and that of all."""
-    after, total = _sums_before(last, each[:, :, ::-1])
+    keeps = None if keeps is None else keeps[:, :, ::-1]
+    after, total = _sums_before(last, each[:, :, ::-1], keeps)
     return after[::-1], total
 
 
@@ -153,6 +178,7 @@ class _Call(NamedTuple):
     spec: LinearAttentionSpec
     of: Cut
     inputs: Inputs
+    gates: Gates | None
 
     def masks(self, index: Any) -> tuple[jax.Array | None, jax.Array | None]:
         """Of queries, and of keys."""
@@ -166,20 +192,30 @@ class _Call(NamedTuple):
 
     def keys(self, index: Any) -> Segment:
         mask = self.masks(index)[1]
-        v = rows.keep(mask, self.take(self.inputs.v, index))
-        phi_k = rows.features(self.spec, self.take(self.inputs.k, index), mask)
-        return Segment(rows.rounded(self.spec, phi_k), rows.operand(self.spec, v))
+        v = rows.operand(self.spec, rows.keep(mask, self.take(self.inputs.v, index)))
+        features = rows.features(self.spec, self.take(self.inputs.k, index), mask)
+        added = phi_k = rows.rounded(self.spec, features)
+        own = None if self.gates is None else self.gates.take(index * self.of.N, self.of.N)
+        if own is not None:
+            added = rows.rounded(self.spec, features * own.adds[..., None])
+        return Segment(own, phi_k, added, v)
 
     def segment(self, index: Any) -> Segment:
         mask = self.masks(index)[0]
-        phi_q = rows.features(self.spec, self.take(self.inputs.q, index), mask)
-        return self.keys(index)._replace(phi_q=rows.rounded(self.spec, phi_q))
+        features = rows.features(self.spec, self.take(self.inputs.q, index), mask)
+        reading = phi_q = rows.rounded(self.spec, features)
+        found = self.keys(index)
+        if found.gates is not None:
+            reads = gates.of_rows(found.gates.reads, features.shape[3])
+            reading = rows.rounded(self.spec, features * reads[..., None])
+        return found._replace(phi_q=phi_q, reading=reading)
 
 
 def _call(spec: LinearAttentionSpec, chunk: int, most: int, inputs: Inputs) -> _Call:
     of = cut(spec, chunk, most)
     q, k, v = (_padded(spec, of, array) for array in inputs[:3])
-    return _Call(spec, of, inputs._replace(q=q, k=k, v=v))
+    found = gates.of_call(spec, inputs, of.C, of.N * of.segments)
+    return _Call(spec, of, inputs._replace(q=q, k=k, v=v), found)
 
 
 def _each_segment(
@@ -193,34 +229,32 @@ def _each_segment(
     return jax.lax.scan(lambda c, i: (body(c, i), None), carry, indices, reverse=reverse)[0]
 
 
-def _visible(of: Cut, count: int) -> jax.Array:
-    """[M, C]: which keys of its chunk a row sees."""
-    return (jnp.arange(count) % of.C)[:, None] >= jnp.arange(of.C)
-
-
-def _pairs(segment: Segment, of: Cut, dtype: Any) -> jax.Array:
-    """P [B, G, N, M, C]."""
+def _pairs(segment: Segment, dtype: Any) -> jax.Array:
+    """P [B, G, N, M, C], in float32 where there are gates."""
     operand = segment.v.dtype
     k, q = segment.phi_k.astype(operand), segment.phi_q.astype(operand)
-    found = rows.product("bgnmf,bgncf->bgnmc", q, k, dtype)
-    return jnp.where(_visible(of, q.shape[3]), found, 0)
+    dtype = dtype if segment.gates is None else jnp.float32
+    return gates.gated(segment.gates, rows.product("bgnmf,bgncf->bgnmc", q, k, dtype))
 
 
-def _den(pairs: jax.Array, phi_q: jax.Array, z: jax.Array) -> jax.Array:
+def _den(pairs: jax.Array, reading: jax.Array, z: jax.Array) -> jax.Array:
     """[B, G, N, M, 1]."""
     of_chunk = jnp.sum(pairs.astype(jnp.float32), axis=-1, keepdims=True)
-    return of_chunk + jnp.sum(phi_q * z[:, :, :, None], axis=-1, keepdims=True)
+    return of_chunk + jnp.sum(reading * z[:, :, :, None], axis=-1, keepdims=True)
 
 
 def _state_sums(segment: Segment, equation: str = "bgncf,bgncv->bgnfv") -> jax.Array:
-    return rows.product(equation, segment.phi_k.astype(segment.v.dtype), segment.v, jnp.float32)
+    return rows.product(equation, segment.added.astype(segment.v.dtype), segment.v, jnp.float32)
 
 
 def _after(segment: Segment, state: LinearState) -> LinearState:
     """The state after a segment's keys."""
-    dtype = segment.v.dtype
-    kv = rows.product("bgncf,bgncv->bgfv", segment.phi_k.astype(dtype), segment.v, jnp.float32)
-    return LinearState(state.kv + kv, state.k_sum + jnp.sum(segment.phi_k, axis=(2, 3)))
+    if segment.keeps is None:
+        kv = _state_sums(segment, "bgncf,bgncv->bgfv")
+        return LinearState(state.kv + kv, state.k_sum + jnp.sum(segment.phi_k, axis=(2, 3)))
+    _, kv = _sums_before(state.kv, _state_sums(segment), segment.keeps)
+    _, k_sum = _sums_before(state.k_sum, jnp.sum(segment.added, axis=3), segment.keeps)
+    return LinearState(kv, k_sum)
 
 
 def forward(spec: LinearAttentionSpec, chunk: int, most: int, inputs: Inputs) -> Outputs:
@@ -229,12 +263,12 @@ def forward(spec: LinearAttentionSpec, chunk: int, most: int, inputs: Inputs) ->
     def body(carry: tuple[LinearState, jax.Array], index: Any) -> Any:
         (S, z), out = carry
         segment = call.segment(index)
-        befores, S = _sums_before(S, _state_sums(segment))
-        z_before, z = _sums_before(z, jnp.sum(segment.phi_k, axis=3))
-        pairs = rows.operand(spec, _pairs(segment, call.of, segment.v.dtype))
-        w = rows.weights(spec, _den(pairs, segment.phi_q, _stacked(z_before)))
+        befores, S = _sums_before(S, _state_sums(segment), segment.keeps)
+        z_before, z = _sums_before(z, jnp.sum(segment.added, axis=3), segment.keeps)
+        pairs = rows.operand(spec, _pairs(segment, segment.v.dtype))
+        w = rows.weights(spec, _den(pairs, segment.reading, _stacked(z_before)))
         states = rows.parts_of_states(spec, _stacked(befores))
-        q = segment.phi_q.astype(segment.v.dtype)
+        q = segment.reading.astype(segment.v.dtype)
         left = jnp.concatenate([pairs, *(q for _ in states)], axis=-1)  # [.., M, C + F]
         right = jnp.concatenate([segment.v, *states], axis=-2)  # [.., C + F, V]
         num = rows.product("bgnmx,bgnxv->bgnmv", left, right, jnp.float32)
@@ -266,6 +300,34 @@ def _states_before(call: _Call) -> LinearState:
     return found
 
 
+class _Rows(NamedTuple):
+    """What the backward pass makes of a segment's query rows, in float32."""
+
+    pairs: jax.Array  # P [B, G, N, M, C]
+    w: jax.Array  # [B, G, N, M, 1]
+    s: jax.Array  # [B, G, N, M, 1]
+    d_pairs: jax.Array  # dP, whatever a row sees, [B, G, N, M, C]
+    d_reading: jax.Array  # w (do S^T - s z) [B, G, N, M, F]
+
+
+def _rows_backward(
+    spec: LinearAttentionSpec, segment: Segment, d_out: jax.Array, S: jax.Array, z: jax.Array
+) -> _Rows:
+    """S [B, G, N, F, V] as an operand, z [B, G, N, F]: the states before each chunk."""
+    # In float32 for the normaliser's flow: where few keys are seen, their roundings do not average
+    # out, and these rows have the largest gradients.
+    pairs = _pairs(segment, jnp.float32)
+    den = _den(pairs, segment.reading, z)
+    w = rows.weights(spec, den)
+    of_states = rows.product("bgnmv,bgnfv->bgnmf", d_out, S, jnp.float32)
+    of_pairs = rows.product("bgnmv,bgncv->bgnmc", d_out, segment.v, jnp.float32)
+    s = jnp.sum(pairs * of_pairs, axis=-1, keepdims=True)
+    s = w * (s + jnp.sum(segment.reading * of_states, axis=-1, keepdims=True))
+    s = rows.where_divided(spec, den, s)
+    d_reading = w * (of_states - s * z[:, :, :, None])
+    return _Rows(pairs, w, s, w * (of_pairs - s), d_reading)
+
+
 def backward(
     spec: LinearAttentionSpec, chunk: int, most: int, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
@@ -278,45 +340,52 @@ def backward(
     q_again, k_again = jax.lax.optimization_barrier((call.inputs.q, call.inputs.k))
 
     def body(carry: tuple[LinearState, Any], index: Any) -> Any:
-        (later, r), found = carry
+        (later, r), (found, found_decay) = carry
         asked, real = call.masks(index)
         segment = call.segment(index)
-        phi_q, v = segment.phi_q, segment.v
-        q, k = phi_q.astype(dtype), segment.phi_k.astype(dtype)
-        befores = _sums_before(starts.kv[index], _state_sums(segment))[0]
-        S = [rows.operand(spec, one) for one in befores]
-        z = _stacked(_sums_before(starts.k_sum[index], jnp.sum(segment.phi_k, axis=3))[0])
-        # In float32 for the normaliser's flow: where few keys are seen, their roundings do not
-        # average out, and these rows have the largest gradients.
-        pairs = _pairs(segment, of, jnp.float32)
-        den = _den(pairs, phi_q, z)
-        w = rows.weights(spec, den)
+        own, v = segment.gates, segment.v
+        q, k, added = (x.astype(dtype) for x in (segment.phi_q, segment.phi_k, segment.added))
+        befores = _sums_before(starts.kv[index], _state_sums(segment), segment.keeps)[0]
+        S = _stacked([rows.operand(spec, one) for one in befores])
+        z_sums = jnp.sum(segment.added, axis=3)
+        z = _stacked(_sums_before(starts.k_sum[index], z_sums, segment.keeps)[0])
         d_out = rows.operand(spec, rows.keep(asked, call.take(d_outs, index)))
-        of_states = product("bgnmv,bgnfv->bgnmf", d_out, _stacked(S), jnp.float32)
-        of_pairs = product("bgnmv,bgncv->bgnmc", d_out, v, jnp.float32)
-        s = jnp.sum(pairs * of_pairs, axis=-1, keepdims=True)
-        s = w * (s + jnp.sum(phi_q * of_states, axis=-1, keepdims=True))
-        s = rows.where_divided(spec, den, s)
-        d_pairs = jnp.where(_visible(of, q.shape[3]), w * (of_pairs - s), 0)
+        pairs, w, s, d_pairs, d_reading = _rows_backward(spec, segment, d_out, S, z)
         # Two parts: the 16 bits that d_pairs is rounded to, and its rounding error. Where features
         # are alike, dk is the sum of d_pairs over the queries, and the terms of that sum cancel.
-        d_pairs, *rest = rows.in_parts(spec, d_pairs)
+        d_products, *rest = rows.in_parts(spec, gates.gated(own, d_pairs))
 
-        sums = product("bgnmf,bgnmv->bgnfv", rows.operand(spec, phi_q * w), d_out, jnp.float32)
-        after, later = _sums_after(later, sums)
+        weighed = rows.operand(spec, segment.reading * w)
+        sums = product("bgnmf,bgnmv->bgnfv", weighed, d_out, jnp.float32)
+        after, later = _sums_after(later, sums, segment.keeps)
         states_after = _stacked([rows.operand(spec, one) for one in after])
-        r_after, r = _sums_after(r, -jnp.sum(phi_q * (w * s), axis=3))
+        r_after, r = _sums_after(r, -jnp.sum(segment.reading * (w * s), axis=3), segment.keeps)
 
-        d_q = product("bgnmc,bgncf->bgnmf", d_pairs, k, jnp.float32)
-        d_q += w * (of_states - s * z[:, :, :, None])
-        d_k = product("bgnmc,bgnmf->bgncf", d_pairs, q, jnp.float32)
+        d_q = product("bgnmc,bgncf->bgnmf", d_products, k, jnp.float32)
+        d_k = product("bgnmc,bgnmf->bgncf", d_products, q, jnp.float32)
         for part in rest:
             d_q += product("bgnmc,bgncf->bgnmf", part, k, jnp.float32)
             d_k += product("bgnmc,bgnmf->bgncf", part, q, jnp.float32)
-        d_k += product("bgncv,bgnfv->bgncf", v, states_after, jnp.float32)
-        d_k += _stacked(r_after)[:, :, :, None]
+        d_added = product("bgncv,bgnfv->bgncf", v, states_after, jnp.float32)
+        d_added += _stacked(r_after)[:, :, :, None]
         d_v = product("bgnmc,bgnmv->bgncv", rows.operand(spec, pairs * w), d_out, jnp.float32)
-        d_v += product("bgncf,bgnfv->bgncv", k, states_after, jnp.float32)
+        d_v += product("bgncf,bgnfv->bgncv", added, states_after, jnp.float32)
+        if own is None:
+            d_q, d_k = d_q + d_reading, d_k + d_added
+        else:
+            d_q += d_reading * gates.of_rows(own.reads, q.shape[3])[..., None]
+            d_k += d_added * own.adds[..., None]
+        if spec.decay:
+            assert own is not None
+            kept = jnp.sum(_stacked(befores) * _stacked(after), axis=(-2, -1))
+            kept = own.keeps * (kept + jnp.sum(z * _stacked(r_after), axis=-1))
+            reads = jnp.sum(segment.reading * d_reading, axis=-1)
+            adds = jnp.sum(segment.added * d_added, axis=-1)
+            steps = gates.flows_of_steps(gates.Flows(pairs * d_pairs, reads, adds, kept))
+            steps = steps.reshape(*steps.shape[:2], -1)
+            found_decay = jax.lax.dynamic_update_slice_in_dim(
+                found_decay, steps, index * of.rows, axis=2
+            )
         flows = (
             rows.pull_back(spec, call.take(q_again, index), asked, d_q),
             rows.pull_back(spec, call.take(k_again, index), real, d_k),
@@ -325,11 +394,14 @@ def backward(
         found = tuple(
             _put(spec, of, array, index, flow) for array, flow in zip(found, flows, strict=True)
         )
-        return LinearState(later, r), found
+        return LinearState(later, r), (found, found_decay)
 
-    zeros = tuple(jnp.zeros_like(array) for array in call.inputs[:3])
-    carry = LinearState(*cotangents.state), zeros
-    state, found = _each_segment(call, body, carry, reverse=True)
+    zeros: Any = tuple(jnp.zeros_like(array) for array in call.inputs[:3])
+    d_decay = jnp.zeros((spec.B, spec.G, of.rows * of.segments)) if spec.decay else None
+    carry = LinearState(*cotangents.state), (zeros, d_decay)
+    state, (found, d_decay) = _each_segment(call, body, carry, reverse=True)
+    if spec.decay:
+        d_decay = gates.gradient(spec, residuals.inputs, d_decay[:, :, : spec.T])
     q, k, v = (_unpadded(spec, array) for array in found)
     has_state = residuals.inputs.initial_state is not None
-    return Inputs(q, k, v, initial_state=state if has_state else None)
+    return Inputs(q, k, v, decay=d_decay, initial_state=state if has_state else None)
