@@ -33,22 +33,20 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from ato_jax import mosaic
 from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.mosaic import refusal_of_device as unsupported_device
-from ato_jax.ops.linear_attention import random_features
+from ato_jax.ops.linear_attention import fits, random_features
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     bidirectional,
     both_ways,
     causal,
-    causal_pieces,
     channel_blocks,
     documents,
     feature_maps,
+    fitted,
     float32,
     float32_causal,
     frame,
@@ -59,6 +57,8 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     steps,
     value_blocks,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu.batches import as_larger_batch as as_larger_batch
+from ato_jax.ops.linear_attention.mosaic_gpu.batches import spec_in_tiles
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import gates
@@ -89,12 +89,26 @@ LEAST_FILLED_BY_CHANNEL = 1 / 4
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
+    lacking = unsupported_as_given(spec, phase)
+    return lacking if lacking is None or _fit(spec, phase) is None else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _fit(spec: LinearAttentionSpec, phase: str) -> fits.Fit | None:
+    """How a call becomes one that kernels take; None where they take it, or no such one."""
+    if not spec.feature_map.elementwise or unsupported_as_given(spec, phase) is None:
+        return None
+    found = fitted.candidates(spec)
+    return next((fit for fit in found if unsupported_as_given(fit.spec, phase) is None), None)
+
+
+def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
     if not spec.feature_map.elementwise:
         if lacking := projected.unsupported(spec, phase):
             return lacking
         by_parts = phase == "backward" and spec.causal
         inner = projected.in_parts(spec) if by_parts else projected.inner_spec(spec)
-        lacking = unsupported(inner, phase)
+        lacking = unsupported_as_given(inner, phase)
         return lacking and f"{lacking}, where D is the number of features, {spec.F}"
     if spec.dtype == "float16":
         if lacking := refusals.unsupported_in_float16(spec):
@@ -171,6 +185,9 @@ def beats_later_backends(
         # Triton's gradients are the same behind either forward, whose outputs alone they are given.
         inner = projected.inner_spec(spec)
         return beats_later_backends(inner, device, backward_follows=False)
+    if fit := _fit(spec, "backward" if backward_follows else "forward"):
+        pays = fitted.pays(fit, backward_follows)
+        return pays and beats_later_backends(fit.spec, device, backward_follows)
     if frame.both_ways(spec) and (spec.decay == "head" or spec.H != spec.G):
         return False  # no card has timed these
     if frame.by_documents(spec) and not documents.are_faster_than_tritons(spec):
@@ -218,63 +235,30 @@ def beats_later_backends(
     return spec.B * (spec.H * spec.T + spec.G * spec.S) >= enough
 
 
-def as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Under `vmap` the arrays are a larger batch, since grids are made for the card."""
-
-    @functools.wraps(function)
-    def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:
-        if spec.causal or frame.both_ways(spec):
-            # What is kept has one shape, however large the batch becomes.
-            pieces = causal_pieces.pieces_of(_spec_in_tiles(spec), config)
-            config = dataclasses.replace(config, pieces=pieces)
-
-        @custom_vmap
-        def run(*arrays: Any) -> Any:
-            return function(spec, config, *arrays)
-
-        @run.def_vmap
-        def _(size: int, batched: Any, *arrays: Any) -> Any:
-            if not size:
-                one = jax.tree.map(
-                    lambda array, is_batched: jax.ShapeDtypeStruct(
-                        array.shape[is_batched:], array.dtype
-                    ),
-                    arrays,
-                    tuple(batched),
-                )
-                shapes = jax.eval_shape(functools.partial(function, spec, config), *one)
-                found = jax.tree.map(lambda of: jnp.zeros((0, *of.shape), of.dtype), shapes)
-                return found, jax.tree.map(lambda _: True, found)
-
-            def fold(array: jax.Array, is_batched: bool) -> jax.Array:
-                if not is_batched:
-                    array = jnp.broadcast_to(array, (size, *array.shape))
-                return array.reshape(-1, *array.shape[2:])
-
-            larger = dataclasses.replace(spec, B=size * spec.B)
-            found = call(larger, config, *jax.tree.map(fold, arrays, tuple(batched)))
-            parted = jax.tree.map(lambda array: array.reshape(size, -1, *array.shape[1:]), found)
-            return parted, jax.tree.map(lambda _: True, found)
-
-        return run(*arrays)
-
-    return call
-
-
 Kept = Outputs | causal.Kept | narrow.Kept
 
 
-def forward_for_own_backward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
+def forward_for_own_backward(
+    spec: LinearAttentionSpec, config: Config, inputs: Inputs
+) -> Kept | fits.Kept:
+    if fit := _fit(spec, "backward"):
+        return fit.kept(_keep_as_given(fit.spec, config, fit.inputs(inputs)))
+    return _keep_as_given(spec, config, inputs)
+
+
+def _keep_as_given(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
     if spec.feature_map.elementwise:
-        return _keep_with_gates(_keep_all, spec, config, inputs)
+        kept: Kept = _keep_with_gates(_keep_all, spec, config, inputs)
+        return kept
     if not spec.causal:
         return forward(spec, config, inputs)
     given = projected.inputs_in_parts(spec, inputs)
-    kept = _keep_all(projected.in_parts(spec), config, given)
-    return projected.kept_in_parts(spec, kept)
+    return projected.kept_in_parts(spec, _keep_all(projected.in_parts(spec), config, given))
 
 
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    if fit := _fit(spec, "forward"):
+        return fit.outputs(forward(fit.spec, config, fit.inputs(inputs)))
     if not spec.feature_map.elementwise and projected.is_whole(spec):
         return as_larger_batch(projected_whole.forward)(
             spec, config, *projected.whole_inputs(spec, inputs)
@@ -342,14 +326,8 @@ def _kept(
     return narrow.Kept(out, narrow.narrowed(spec, state), state)
 
 
-def _spec_in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
-    if channel_blocks.is_cut(spec):
-        return channel_blocks.in_blocks(spec)
-    return value_blocks.in_blocks(spec) if value_blocks.is_cut(spec) else narrow.in_tiles(spec)
-
-
 def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:
-    spec = _spec_in_tiles(spec)
+    spec = spec_in_tiles(spec)
     if inputs.initial_state is not None:
         inputs = inputs._replace(initial_state=value_blocks.widened(spec, inputs.initial_state))
     if isinstance(spec, value_blocks.Cut) and inputs.decay is not None:
@@ -360,11 +338,44 @@ def _in_tiles(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentio
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    run = functools.partial(_backward_as_given, config=config)
+    return _fitted(run, spec, residuals, cotangents)
+
+
+def _fitted(
+    run: Callable[..., Inputs],
+    spec: LinearAttentionSpec,
+    residuals: Residuals,
+    cotangents: Outputs,
+) -> Inputs:
+    """The gradients by `run`, whose call is the one that kernels take."""
+    inputs, outputs = residuals
+    fit = _fit(spec, "backward")
+    # The forward pass also had the state's cotangent, if that is not wanted any more.
+    if isinstance(outputs, fits.Kept) and fit != _fit(_with_state(spec), "backward"):
+        outputs = outputs.plain()
+    if fit is None:
+        return run(spec, residuals=Residuals(inputs, outputs), cotangents=cotangents)
+    kept = fit.outputs_kept(outputs)
+
+    def of_last(given: Inputs, g: Outputs) -> Inputs:
+        return run(fit.spec, residuals=Residuals(given, kept), cotangents=g)
+
+    return fit.gradients(of_last, inputs, cotangents)
+
+
+def _with_state(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    return dataclasses.replace(spec, return_state=True)
+
+
+def _backward_as_given(
+    spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+) -> Inputs:
     if not spec.feature_map.elementwise:
         return _projected_backward(spec, config, residuals, cotangents)
     if spec.decay is not None and spec.return_state:
         without = dataclasses.replace(spec, return_state=False)
-        found = backward(without, config, residuals, cotangents)
+        found = _backward_as_given(without, config, residuals, cotangents)
         lowers = spec.feature_map.name != "custom"
         return add_returned(spec, residuals.inputs, cotangents.state, found, lowers=lowers)
     called = spec
@@ -411,8 +422,18 @@ def backward_with_fallback(
     cotangents: Outputs,
     fallback: causal.Fallback,
 ) -> Inputs:
-    run = functools.partial(causal.backward_by_channel, fallback=fallback)
-    return as_larger_batch(run)(spec, config, residuals, cotangents)
+    @as_larger_batch
+    def run(
+        spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
+    ) -> Inputs:
+        return causal.backward_by_channel(spec, config, residuals, cotangents, fallback)
+
+    def as_given(
+        spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs
+    ) -> Inputs:
+        return run(spec, config, residuals, cotangents)
+
+    return _fitted(as_given, spec, residuals, cotangents)
 
 
 @as_larger_batch

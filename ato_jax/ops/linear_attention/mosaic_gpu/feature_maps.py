@@ -36,13 +36,12 @@ import jax.numpy as jnp
 from ato_jax import meshes, mosaic
 from ato_jax.mosaic import F32, HALF
 from ato_jax.ops.linear_attention.features import FeatureMap
+from ato_jax.ops.linear_attention.fits import LEAST_KEY as LEAST_KEY
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# elu(x) + 1 of it is 0, with any decay.
-LEAST_KEY = -1024.0
 RISING = "elu1", "relu", "softplus"  # maps whose largest feature is that of the largest x
 
 

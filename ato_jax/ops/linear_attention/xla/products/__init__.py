@@ -18,6 +18,7 @@ import dataclasses
 
 from ato_jax.backend import Backend
 from ato_jax.device import Device
+from ato_jax.ops.linear_attention import fits
 from ato_jax.ops.linear_attention.large_states import unsupported as unsupported
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 from ato_jax.ops.linear_attention.xla.products import causal, whole
@@ -26,6 +27,7 @@ from ato_jax.ops.linear_attention.xla.products import causal, whole
 # with C rows, which is the same where C is the root of F * V. 512 steps of the strongest decay are
 # what float32 adds exactly in the parts that `gates.py` makes of decays.
 SMALL_CHUNK, CHUNK = 256, 512
+ALIGNED = 8  # columns
 # The most chunks of a segment: their states are added up one after another, which the program says
 # for each of them.
 MOST_CHUNKS = 32
@@ -54,7 +56,17 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     return Config(chunk, min(MOST_CHUNKS, max(1, fit)))
 
 
+def _fit(spec: LinearAttentionSpec) -> fits.Fit | None:
+    """The call with columns of whole words of 16 bytes, which products by tensor cores read; None
+    where it has them, or no x has a feature of 0."""
+    D, V = (fits.up(size, ALIGNED) for size in (spec.D, spec.V))
+    fit = fits.Fit((fits.Padded(spec, dataclasses.replace(spec, D=D, F=D, V=V)),))
+    return fit if fit.spec != spec and fits.fills(fit) else None
+
+
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
+    if fit := _fit(spec):
+        return fit.outputs(forward(fit.spec, config, fit.inputs(inputs)))
     if spec.causal:
         return causal.forward(spec, config.chunk, config.chunks, inputs)
     return whole.forward(spec, inputs)
@@ -63,6 +75,13 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    if fit := _fit(spec):
+        kept = fit.given(residuals.outputs)
+
+        def run(given: Inputs, cotangents: Outputs) -> Inputs:
+            return backward(fit.spec, config, Residuals(given, kept), cotangents)
+
+        return fit.gradients(run, residuals.inputs, cotangents)
     if spec.causal:
         return causal.backward(spec, config.chunk, config.chunks, residuals, cotangents)
     return whole.backward(spec, residuals, cotangents)

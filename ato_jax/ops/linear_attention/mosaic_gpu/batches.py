@@ -1,0 +1,71 @@
+"""Calls under `vmap`, and the sizes of the tiles that they fill."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    causal_pieces,
+    channel_blocks,
+    frame,
+    narrow,
+    value_blocks,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+
+def spec_in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
+    if channel_blocks.is_cut(spec):
+        return channel_blocks.in_blocks(spec)
+    return value_blocks.in_blocks(spec) if value_blocks.is_cut(spec) else narrow.in_tiles(spec)
+
+
+def as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Under `vmap` the arrays are a larger batch, since grids are made for the card."""
+
+    @functools.wraps(function)
+    def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:
+        if spec.causal or frame.both_ways(spec):
+            # What is kept has one shape, however large the batch becomes.
+            pieces = causal_pieces.pieces_of(spec_in_tiles(spec), config)
+            config = dataclasses.replace(config, pieces=pieces)
+
+        @custom_vmap
+        def run(*arrays: Any) -> Any:
+            return function(spec, config, *arrays)
+
+        @run.def_vmap
+        def _(size: int, batched: Any, *arrays: Any) -> Any:
+            if not size:
+                one = jax.tree.map(
+                    lambda array, is_batched: jax.ShapeDtypeStruct(
+                        array.shape[is_batched:], array.dtype
+                    ),
+                    arrays,
+                    tuple(batched),
+                )
+                shapes = jax.eval_shape(functools.partial(function, spec, config), *one)
+                found = jax.tree.map(lambda of: jnp.zeros((0, *of.shape), of.dtype), shapes)
+                return found, jax.tree.map(lambda _: True, found)
+
+            def fold(array: jax.Array, is_batched: bool) -> jax.Array:
+                if not is_batched:
+                    array = jnp.broadcast_to(array, (size, *array.shape))
+                return array.reshape(-1, *array.shape[2:])
+
+            larger = dataclasses.replace(spec, B=size * spec.B)
+            found = call(larger, config, *jax.tree.map(fold, arrays, tuple(batched)))
+            parted = jax.tree.map(lambda array: array.reshape(size, -1, *array.shape[1:]), found)
+            return parted, jax.tree.map(lambda _: True, found)
+
+        return run(*arrays)
+
+    return call

@@ -1,0 +1,125 @@
+"""Which calls the kernels take with other sizes, heads or rows, by the steps of `fits.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from ato_jax import mosaic
+from ato_jax.ops.linear_attention.fits import (
+    Counted,
+    Expanded,
+    Fit,
+    Folded,
+    Padded,
+    Step,
+    fills,
+    up,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, narrow, refusals
+from ato_jax.ops.linear_attention.mosaic_gpu import steps as steps_of_rows
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+# Elements of q, of which copies cost less than the kernels gain.
+LEAST_ELEMENTS = 2**25
+
+
+def pays(fit: Fit, backward_follows: bool) -> bool:
+    """Whether the kernels gain more over Triton's than the copies cost, in a large call.
+
+    On an H200, forward and forward + backward in ms, and Triton's: wide, B8 H2 T29940 D240 1.02,
+    2.57 (1.38, 8.44), causal B2 H12 T16383 D192 0.90, 3.01 (1.31, 4.10); float32, B2 H16 T16383
+    D128 0.99, 2.41 (11.1, 16.4), causal with lengths 1.85, 7.32 (2.81, 13.6); with a decay, B30 H36
+    G9 T3050 D40 1.01, 3.49 (1.24, 5.38), B8 H7 T16384 D64 0.62, 1.65 (0.38, 1.93), folded B15 H1
+    T121606 D40 0.89, 2.64 (0.87, 11.5). But without a decay B8 H9 G3 T16384 D64 took 0.80, 2.08
+    (0.32, 1.17), B7 H4 G2 T33956 D88 0.77, 2.41 (0.74, 2.46), bidirectional B8 H8 T16384 D72 0.72,
+    1.61 (0.38, 1.27), and expanded ones B2 H12 G3 T16384 D192 2.50 (2.73), with gates of channels
+    B2 H16 G4 T16384 D128 2.77 (1.91).
+    """
+    called = fit.steps[0].before
+    if called.B * called.H * called.T * called.D < LEAST_ELEMENTS:
+        return False
+    if called.decay in ("head", "step"):
+        return backward_follows
+    # Lengths beside gates of channels are XLA's, where these kernels do not take them.
+    by_channel = called.decay == "channel" and (called.q_lengths or called.kv_lengths)
+    return called.dtype == "float32" or frame.is_wide(fit.spec) or by_channel
+
+
+def candidates(spec: LinearAttentionSpec) -> Iterator[Fit]:
+    """Calls in place of this one, the cheapest first; kernels may refuse them, too."""
+    for steps, heads in _heads(spec):
+        for counted in ([], *_counted(steps[-1].after if steps else spec)):
+            done = [*steps, *counted]
+            last = done[-1].after if done else spec
+            for rows in ({}, *_rows(last)):
+                for columns in _columns(last):
+                    fit = _with_sizes(spec, done, heads | rows | columns)
+                    if fit is not None and fills(fit):
+                        yield fit
+
+
+def _with_sizes(
+    spec: LinearAttentionSpec, steps: list[Step], sizes: dict[str, int]
+) -> Fit | None:
+    last = steps[-1].after if steps else spec
+    offset = None if last.offset is None else sizes.get("S", last.S) - sizes.get("T", last.T)
+    changed: dict[str, Any] = {**sizes, "offset": offset}
+    padded = dataclasses.replace(last, **changed)
+    if padded != last:
+        steps = [*steps, Padded(last, padded)]
+    return Fit(tuple(steps)) if steps else None
+
+
+def _heads(spec: LinearAttentionSpec) -> Iterator[tuple[list[Step], dict[str, int]]]:
+    """Steps that change heads, and the numbers of heads to pad to behind them."""
+    yield [], {}
+    if spec.H == 1 < spec.B and not (spec.q_lengths or spec.kv_lengths or spec.segments):
+        yield [Folded.of(spec)], dict.fromkeys("HG", up(spec.B, 2))
+    group, G = spec.H // spec.G, up(spec.G, 2)
+    padded = {"G": G, "H": G * (group if group == 1 else up(group, 2))}
+    if group > 1 and spec.decay in ("head", "step"):
+        yield [Expanded.of(spec)], {}
+        expanded = dict.fromkeys("HG", up(spec.H, 2))
+        if 2 * expanded["H"] < padded["H"] + G:
+            yield [Expanded.of(spec)], expanded
+    yield [], padded
+
+
+def _counted(spec: LinearAttentionSpec) -> list[list[Step]]:
+    """In place of lengths, if there are any; a decay per head cannot differ beyond them."""
+    lengths = spec.q_lengths or spec.kv_lengths
+    aligned = spec.offset is not None or not spec.causal and spec.decay is None
+    fits = lengths and aligned and spec.segments is None and spec.decay != "head"
+    return [[Counted.of(spec)]] if fits else []
+
+
+def _rows(spec: LinearAttentionSpec) -> list[dict[str, int]]:
+    """T and S that kernels take, if need be. Where causal, rows are padded at the end, so that
+    queries and keys keep their places only if there are as many."""
+    if spec.segments or spec.decay == "head" or 2 * min(spec.T, spec.S) < frame.C:
+        return []
+    if spec.causal and spec.T != spec.S:
+        return []
+    multiple = 1 if refusals.takes_any_rows(spec) else frame.ROWS_OF_A_TILE
+    if spec.causal and spec.return_state and steps_of_rows.unsupported_lengths(spec, "forward"):
+        multiple = frame.C
+    found = {name: up(max(frame.C, getattr(spec, name)), multiple) for name in "TS"}
+    return [] if found == {"T": spec.T, "S": spec.S} else [found]
+
+
+def _columns(spec: LinearAttentionSpec) -> list[dict[str, int]]:
+    """The least D and V that tiles hold, if any do."""
+    D, V = spec.D, spec.V
+    columns = max(D, V)
+    if frame.both_ways(spec):
+        size = next((size for size in refusals.SIZES_BOTH_WAYS if size >= columns), None)
+        D, V = (size or D, size or V)
+    elif (spec.causal or spec.segments) and columns <= mosaic.HALF and spec.dtype != "float32":
+        step = narrow.STEP if spec.decay == "channel" else narrow.STEP_OF_PAIRS
+        D, V = (max(narrow.LEAST_OF_PAIRS, up(size, step)) for size in (D, V))
+    elif columns > mosaic.HALF:
+        D, V = (up(size, narrow.STEP) for size in (D, V))
+        V = max(V, narrow.LEAST) if D < narrow.LEAST else V
+    return [{"D": D, "F": D, "V": V}]
