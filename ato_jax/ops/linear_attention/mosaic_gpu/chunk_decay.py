@@ -11,6 +11,7 @@ from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, is_steep
+from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 class Gates(NamedTuple):
@@ -74,9 +75,11 @@ class Gates(NamedTuple):
         return self.if_steep(self.last - self.of(layout))
 
 
-def gates_of(ref: Any, some_steep: bool = True, from_the_end: bool = False) -> Gates:
+def gates_of(
+    spec: LinearAttentionSpec, ref: Any, some_steep: bool = True, from_the_end: bool = False
+) -> Gates:
     middle, last = (ref[C // 2], ref[0]) if from_the_end else (ref[C // 2 - 1], ref[C - 1])
-    return Gates(ref, middle, last, is_steep(middle, last) if some_steep else None)
+    return Gates(ref, middle, last, is_steep(spec, middle, last) if some_steep else None)
 
 
 def takes_pieces(

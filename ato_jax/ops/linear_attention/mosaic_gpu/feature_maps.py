@@ -84,19 +84,24 @@ def map_keys_in_place(
     """Features of half a tile of keys in shared memory, where they replace it.
 
     With `exponents`, the decay's, the features of each row are multiplied by exp2 of its exponent;
-    or by `power`, as `powers.py` has it.
+    and by `power`, as `powers.py` has it.
     """
     phi, first = features(spec), half * HALF
     x = phi.present(mosaic.load(ref), first)
     if power is not None:
-        ref[...] = times_power(phi, x, power, first)
+        ref[...] = times_power(phi, x, power, first, exponents)
         return
     ref[...] = phi.keys(x, exponents, first)
 
 
-def times_power(phi: Features, x: jax.Array, power: Any, first: Any = 0) -> jax.Array:
-    """phi(x) of float16 x times `power`, rounded once."""
-    return mosaic.rounded(phi.unrounded(x, first) * power, x.dtype)
+def times_power(
+    phi: Features, x: jax.Array, power: Any, first: Any = 0, exponents: jax.Array | None = None
+) -> jax.Array:
+    """phi(x) of float16 x times `power`, and rows times exp2 of `exponents`; rounded once."""
+    found = phi.unrounded(x, first) * power
+    if exponents is not None:
+        found = found * mosaic.in_columns(jnp.exp2(exponents), x.shape[1])
+    return mosaic.rounded(found, x.dtype)
 
 
 def map_queries_in_place(

@@ -131,8 +131,8 @@ def values_chunk(walk: Walk, chunk: Chunk) -> Any:
     own.state.produced.wait()
     states, gs = tiling.by_heads(own.r), walk.in_heads(own.g, slot)
     dv: Any
+    reads = of_last_segment(borders, reads)
     if units is None:
-        reads = of_last_segment(borders, reads)
         factors = zip(reads, states, weights, gs, strict=True)
         dv = multiply(*((mosaic.zeros(C, spec.V), [(k, r.T), (w, g)]) for k, r, w, g in factors))
     else:
@@ -222,9 +222,9 @@ def weights_of(
         reads[n] = mosaic.rounded(phi_k[n].astype(F32) * left)
     if walk.gated:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    a = seen_pairs(borders, a)
     if walk.has_units:
         return reads, [walk.seen(of_head) for of_head in a], own_flows
-    a = seen_pairs(borders, a)
     return reads, [mosaic.rounded(walk.seen(of_head)) for of_head in a], own_flows
 
 
@@ -351,6 +351,7 @@ def keys_chunk(walk: Walk, chunk: Chunk) -> Any:
     elif units is not None:
         of_r = of_state(walk, list(zip(vs, states, strict=True)))
         starts = [x + u for x, u in zip(of_r, of_others, strict=True)]
+        starts = of_last_segment(borders, starts)
         dk = add_in_units(walk, units(0), starts, [walk.seen(b) for b in found], queries, parts=2)
     else:
         of_later = [walk.of_state(n, vs[n]) for n in range(heads)]
@@ -412,7 +413,7 @@ def add_pairs(
             pairs_ring_of(walk).consumed.wait()
     elif units is not None:
         plgpu.commit_smem()  # e was read, ahead of the load that overwrites it
-        of_member = [walk.seen(b) for b in found]
+        of_member = [walk.seen(b) for b in seen_pairs(borders, found)]
         dk = add_in_units(walk, units(member), dk, of_member, queries, parts=2)
     else:
         plgpu.commit_smem()  # e was read, ahead of the load that overwrites it

@@ -348,7 +348,8 @@ class Walk:
 
     def gates_in(self, slot: Any) -> list[chunk_decay.Gates]:
         of_heads = self.tiling.by_heads(self.own.gates.at[slot])
-        return [chunk_decay.gates_of(own, self.some_steep, self.from_the_end) for own in of_heads]
+        of_walk = self.some_steep, self.from_the_end
+        return [chunk_decay.gates_of(self.spec, own, *of_walk) for own in of_heads]
 
     def of_state(self, n: int, rows: Any) -> list[tuple[Any, Any]]:
         """The factors of rows times R of head n."""

@@ -82,7 +82,6 @@ from jax.experimental import pallas as pl
 from ato_jax import mosaic
 from ato_jax.mosaic import (
     ALIKE,
-    BF16,
     F32,
     HALF,
     OF_COLUMNS,
@@ -323,7 +322,7 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
         of_keys = gates.up_to_middle()
         reads = gates.if_steep(gates.of(OF_ROWS))
         left = gates.if_steep(gates.last - gates.of(OF_ROWS))
-        mosaic.store_transposed(adds, mosaic.in_columns(left, ALIKE).astype(BF16))
+        mosaic.store_transposed(adds, mosaic.in_columns(left, ALIKE).astype(tiling.dtype))
     z = totals * (1 / walk.z_unit) if walk.z_unit > 1 else totals
     mosaic.store_transposed(z_rows, z.astype(tiling.dtype))
     if gates is not None:
@@ -341,7 +340,8 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
             if own.largest_known is not None:
                 own.largest_known.arrive(v_slot)
             of_k = walk.power_of_keys(item, half)
-            phi_k = feature_maps.times_power(phi, phi.present(load(own_k), first), of_k, first)
+            x = phi.present(load(own_k), first)
+            phi_k = feature_maps.times_power(phi, x, of_k, first, of_keys)
         own_k[...] = mosaic.kept(phi_k, count)
         if walk.k_powers is not None:
             if own.largest_known is not None:

@@ -211,7 +211,7 @@ class Walk:
         summed over all rows."""
         if not mosaic.has_units(self.tiling.dtype):
             return 1.0
-        return float(pl.next_power_of_2(self.spec.T))
+        return max(1.0, pl.next_power_of_2(self.spec.T) / powers.room_for_decay(self.spec))
 
     def power_of_keys(self, item: Item, half: Any) -> Any:
         """In float16, the power of two by which a head's phi(k) is multiplied."""
@@ -231,7 +231,7 @@ class Walk:
 
     def gates_in(self, slot: Any, half: Any, some_steep: bool = True) -> chunk_decay.Gates:
         rows = self.tiling.rows_in(self.own.gates, slot, half)
-        return chunk_decay.gates_of(rows, some_steep, from_the_end=self.part is Part.LATER)
+        return chunk_decay.gates_of(self.spec, rows, some_steep, from_the_end=self.part is Part.LATER)
 
     def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
         return chunk_borders.of_chunk(self.begins, self.borders_of, item, chunk)

@@ -25,6 +25,7 @@ from ato_jax.mosaic import F32
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.feature_maps import RISING
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
+from ato_jax.ops.linear_attention.scans.chunks import most_lost
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
 LARGEST = 2.0**14
@@ -35,11 +36,11 @@ MOST, MOST_BESIDE_ZEROS = 2.0**30, 2.0**15
 EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
-def power_of(largest: jax.Array, most: float = MOST) -> jax.Array:
-    """The power of two, at most `most`, that brings `largest` to between `LARGEST` and twice that;
+def power_of(largest: jax.Array, most: float = MOST, to: float = LARGEST) -> jax.Array:
+    """The power of two, at most `most`, that brings `largest` to between `to` and twice that;
     with `most` itself it may stay below. Kernels call this, too."""
-    bits = lax.bitcast_convert_type(jnp.maximum(largest, LARGEST / most), jnp.int32) & EXPONENT
-    return LARGEST / lax.bitcast_convert_type(bits, F32)
+    bits = lax.bitcast_convert_type(jnp.maximum(largest, to / most), jnp.int32) & EXPONENT
+    return to / lax.bitcast_convert_type(bits, F32)
 
 
 def powers_of_keys(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | None:
@@ -57,7 +58,13 @@ def powers_of_keys(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | Non
         counts &= jnp.arange(spec.T, dtype=jnp.int32) < inputs.kv_lengths[:, None, None]
     rows = jnp.where(counts, rows, -65504.0 if rises else 0.0)
     largest = jnp.max(rows, axis=2)
-    return power_of(phi(largest) if rises else largest, _most(spec))
+    room = room_for_decay(spec)
+    return power_of(phi(largest) if rises else largest, _most(spec) / room, LARGEST / room)
+
+
+def room_for_decay(spec: LinearAttentionSpec) -> float:
+    """By how much a decay may raise features of keys, beside the chunk's middle."""
+    return 1.0 if spec.decay is None else 2.0 ** most_lost(spec)
 
 
 def _has_zeros(spec: LinearAttentionSpec) -> bool:

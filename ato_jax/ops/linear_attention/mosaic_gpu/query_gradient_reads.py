@@ -101,7 +101,7 @@ def read_at_once(
     D, *found = multiply(*of_queries, *behind)
     z, (own_S, *own_totals) = found[: spec.normalize], found[spec.normalize :]
     if walk.has_units:
-        D = add_pairs(walk, chunk, w, D)
+        D = add_pairs(walk, chunk, jnp.where(sees(walk), w, 0.0), D)
     return D, z, own_S, own_totals[0] if walk.sums_keys else totals
 
 
@@ -128,10 +128,9 @@ def behind_rest(walk: Walk, chunk: Chunk, S: jax.Array, totals: jax.Array) -> tu
     return multiply((S, [(of_keys, chunk.v)]), (totals, [(of_keys, walk.own.ones.T)]))
 
 
-def add_pairs(walk: Walk, chunk: Chunk, w: jax.Array, D: jax.Array) -> jax.Array:
-    """Scales D, the product with the state, by the units of its columns, and adds the product with
-    the chunk's own keys."""
-    seen = jnp.where(sees(walk), w, 0.0)
+def add_pairs(walk: Walk, chunk: Chunk, seen: jax.Array, D: jax.Array) -> jax.Array:
+    """Scales D, the product with the state, by the units of its columns, and adds the product of
+    `seen`, the pairs' weights, with the chunk's own keys."""
     units = mosaic.units_of_rows([seen])
     weights = mosaic.in_units(seen, units)
     weights = mosaic.rounded(lax.optimization_barrier(weights), walk.tiling.dtype)
@@ -149,10 +148,14 @@ def read_at_border(walk: Walk, chunk: Chunk, w: jax.Array, totals: jax.Array) ->
     are no registers for all factors. Features that are no part of the state are set to 0 last."""
     borders, features = chunk.borders, chunk.features
     seen = borders.pairs_from() & sees(walk)
+    w = jnp.where(seen, w, 0.0)
     (D,) = multiply((mosaic.zeros(C, HALF), parts_of_state(walk, chunk)))
     D = mosaic.rows_within(D, None, borders.reads)
-    weights = parts_of(walk, lax.optimization_barrier(jnp.where(seen, w, 0.0)))
-    (D,) = multiply((D, [(part, features) for part in weights]))
+    if walk.has_units:
+        D = add_pairs(walk, chunk, w, D)
+    else:
+        weights = parts_of(walk, lax.optimization_barrier(w))
+        (D,) = multiply((D, [(part, features) for part in weights]))
     z: list[jax.Array] = []
     if walk.spec.normalize:
         before = mosaic.rows_within(z_before(walk, chunk), None, borders.reads)

@@ -46,8 +46,12 @@ def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
 
 def unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
     """Sums and weights have units there; features may not be above its largest number."""
-    if spec.decay or spec.segments:
-        return "with a decay or segments"
+    if spec.decay and not spec.causal:
+        return "with a decay and without causal=True"
+    if spec.decay == "channel":
+        return "with a decay per channel"
+    if spec.segments and not spec.causal:
+        return "with segments and without causal=True"
     if max(spec.D, spec.V) > frame.F:
         return f"with more than {frame.F} columns"
     name = spec.feature_map.name

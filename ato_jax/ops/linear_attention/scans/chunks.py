@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.decay import MOST_LOST_OF_CHUNK
+from ato_jax.ops.linear_attention.decay import MOST_LOST_IN_FLOAT16, MOST_LOST_OF_CHUNK
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.triton.arithmetic import LOG2_E as LOG2_E
 
@@ -55,7 +55,12 @@ def heads_of_tile(spec: LinearAttentionSpec) -> int:
     return 2 if in_pairs and 2 * max(spec.D, spec.V) <= TILE_COLUMNS else 1
 
 
-def is_steep(middle: Any, last: Any) -> Any:
-    """Whether a chunk loses more than `MOST_LOST_OF_CHUNK` in either half, from the prefix sums at
-    the last row of the first half and at the last row."""
-    return jnp.minimum(middle, last - middle) < -MOST_LOST_OF_CHUNK
+def most_lost(spec: LinearAttentionSpec) -> float:
+    """How much a half of a chunk that is not steep may lose, an exponent of 2."""
+    return MOST_LOST_IN_FLOAT16 if spec.dtype == "float16" else MOST_LOST_OF_CHUNK
+
+
+def is_steep(spec: LinearAttentionSpec, middle: Any, last: Any) -> Any:
+    """Whether a chunk loses more than `most_lost` in either half, from the prefix sums at the last
+    row of the first half and at the last row."""
+    return jnp.minimum(middle, last - middle) < -most_lost(spec)

@@ -219,7 +219,7 @@ def _known(
             middle = plgpu.load(gates_ref.at[chunk * C + (C // 2 - 1)])
             last = plgpu.load(gates_ref.at[chunk * C + (C - 1)])
             lost = middle - last if second else -middle
-            return jnp.where(is_steep(middle, last), 0.0, lost)
+            return jnp.where(is_steep(spec, middle, last), 0.0, lost)
 
         @pl.when((number > 0) & (first < count))
         def _inner() -> None:
@@ -337,7 +337,7 @@ def _of_steps(
             plgpu.load(gates_ref.at[batch, head, chunk * C + row], mask=head < H, other=0.0)
             for row in (C // 2 - 1, C - 1)
         )
-        crossing = jnp.where(is_steep(middle, last), jnp.sum(reads, axis=1), crossing)
+        crossing = jnp.where(is_steep(spec, middle, last), jnp.sum(reads, axis=1), crossing)
         found = lax.cumsum(passing, axis=1) - passing + of_rows(inside_ref) + crossing[:, None]
         exist &= (rows < spec.T)[None, :]
         if decay is None:
@@ -376,7 +376,7 @@ def _known_by_xla(
     inner = np.minimum(first, count - 1)[1:]  # where there is a chunk, else never read
     rows = gates.reshape(B, H, count, C)
     middle, last = rows[..., C // 2 - 1], rows[..., C - 1]
-    steep = is_steep(middle, last)
+    steep = is_steep(spec, middle, last)
     # S is stored as decayed to the middle of the chunk behind, dS to that of the chunk ahead.
     of_s = jnp.exp2(jnp.where(steep, 0.0, -middle))[:, :, inner]
     of_ds = jnp.exp2(jnp.where(steep, 0.0, middle - last))[:, :, inner - 1]
@@ -448,7 +448,7 @@ def _of_chunks_by_xla(
     passing = keys.flows.reshape(B, H, count, C) - reads
     # A steep chunk leaves nothing of its start at its end, while Y has the error of its parts.
     rows = gates.reshape(B, H, count, C)
-    steep = is_steep(rows[..., C // 2 - 1], rows[..., C - 1])
+    steep = is_steep(spec, rows[..., C // 2 - 1], rows[..., C - 1])
     crossing = jnp.where(steep, jnp.sum(reads, axis=3), crossing)
     found = jnp.cumsum(passing, axis=3) - passing + keys.inside.reshape(B, H, count, C)
     found = (found + crossing[..., None]).reshape(B, H, length)[:, :, : spec.T]

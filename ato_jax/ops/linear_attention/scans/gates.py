@@ -126,7 +126,7 @@ def of_pieces(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) -> OfPiece
                     before + jnp.sum(jnp.where(number < first, last, 0.0)),
                     whole + jnp.sum(last),
                     behind + jnp.sum(jnp.where(number >= first + own, last, 0.0)),
-                    steep + jnp.sum(is_steep(middle, last), dtype=jnp.int32),
+                    steep + jnp.sum(is_steep(spec, middle, last), dtype=jnp.int32),
                 )
 
             nothing = jnp.float32(0)
@@ -186,7 +186,7 @@ def _of_pieces_by_xla(spec: LinearAttentionSpec, deal: Cut, gates: jax.Array) ->
     before = jnp.cumsum(last, axis=3) - last
     behind = jnp.flip(jnp.cumsum(jnp.flip(last, 3), axis=3), 3)  # of this chunk and those behind it
     until, since = behind[..., None] - rows, before[..., None] + rows
-    steep = jnp.any(is_steep(middle, last), axis=3)
+    steep = jnp.any(is_steep(spec, middle, last), axis=3)
     of_tiles = jnp.any(steep.reshape(B, -1, heads_of_tile(spec), deal.pieces), axis=2)
     return OfPieces(
         until.reshape(B, G, -1)[:, :, :length],
