@@ -304,8 +304,10 @@ def gradients(
             group = jnp.repeat(k_powers, spec.H // spec.G, axis=1)
             inverse = inverse / group[..., None]
         assert largest is not None
-        largest = powers.largest_weights(spec, largest, inverse)
+        largest = powers.largest_weights(spec, largest, inverse, gates)
         of_inverse, of_e = (units_of_chunks(spec, x, lengths) for x in (largest, e))
+        if gates is not None:
+            of_inverse = powers.next_power(of_inverse)
         end = powers.times(end, 1 / k_powers)
         of_chunks = of_inverse, of_e
     # No key reads the sums of the first piece, but the state before it.
@@ -347,6 +349,8 @@ def gradients(
         if behind.end is not None:
             kv, k_sum = behind.end
             of_kv = s[:, :, 0].astype(jnp.float32) * jnp.swapaxes(kv, 2, 3)
+            if units is not None:
+                of_kv *= units[:, :, 0, :, None]
             of_start = jnp.sum(of_kv, axis=(2, 3)) + jnp.sum(z[:, :, 0] * k_sum, axis=2)
         of_queries = of_queries._replace(flows=_of_groups(spec, of_queries.flows, 2))
         if deal.end is not None:

@@ -102,6 +102,12 @@ from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import (
     cast_of,
     storage_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_units import (
+    Before,
+    as_stored,
+    in_units_of,
+    out_of_rows_units,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import flows
@@ -121,12 +127,14 @@ def key_gradient(
         rows = jax.ShapeDtypeStruct(gates.shape, F32)
         of_edges = spec.B, spec.G, flows.places(spec, deal)
         edges = [
-            jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16),
+            jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), k.dtype),
             jax.ShapeDtypeStruct((*of_edges, spec.F), F32),
         ]
         if splits_states(spec):
             starts = spec.B, spec.G, deal.pieces, spec.V, spec.F
             edges = [jax.ShapeDtypeStruct(starts, BF16)] * 2
+        elif mosaic.has_units(k.dtype):
+            edges.append(jax.ShapeDtypeStruct((*of_edges, spec.V), F32))
         out_type = (*out_type, rows, rows, *edges)
         rest = _program(spec, deal, list(given), some_steep=True)
     program = _program(spec, deal, list(given), some_steep=False)
@@ -138,6 +146,8 @@ def key_gradient(
     if splits_states(spec):
         rounded, rest = (part.astype(F32) for part in edges)
         return dk, dv, flows.OfKeys(adds, inside, rounded + rest)
+    if mosaic.has_units(k.dtype):
+        edges[0] = edges[0].astype(F32) * edges.pop()[..., None]
     return dk, dv, flows.OfKeys(adds, inside, *edges)
 
 
@@ -237,16 +247,14 @@ def sum_piece(walk: Walk, item: Item) -> None:
         for of_r, of_u in zip(r_behind(walk, item), us, strict=True)
     ]
     one = jnp.float32(1)
-    factors: list[Any] = [(one, one) if walk.has_units else one] * walk.heads
+    before = [Before(one, (one, one) if walk.has_units else None)] * walk.heads
     if walk.has_units:
-        for n, row_units in enumerate(tiling.by_heads(own.r_rows)):
-            (total,), of_u = sums[n]
-            sums[n] = [total * mosaic.in_columns(load(row_units, OF_ROWS), total.shape[1])], of_u
+        sums = out_of_rows_units(walk, sums)
     plgpu.commit_smem()  # what was read, ahead of the next piece's
     sum_one = functools.partial(sum_chunk, walk, item)
-    sums, to_start = lax.fori_loop(0, item.chunks, sum_one, (sums, factors))
+    sums, before = lax.fori_loop(0, item.chunks, sum_one, (sums, before))
     if not walk.has_e:
-        leave_sums(walk, item, sums, to_start)
+        leave_sums(walk, item, sums, [of_head.to_start for of_head in before])
 
 
 def r_behind(walk: Walk, item: Item) -> Iterator[list[jax.Array]]:
@@ -261,8 +269,7 @@ def r_behind(walk: Walk, item: Item) -> Iterator[list[jax.Array]]:
 
 
 def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
-    """Carries R and u of each head, u in 8 columns, and `to_start`; in float16 in its place the
-    units of R and u, those of the last queries that were added."""
+    """Carries R and u of each head, u in 8 columns, and `Before`."""
     found = sum_queries(walk, item, chunk, None, *carried)
 
     def sum_member(member: Any, carried: Any) -> Any:
@@ -272,9 +279,9 @@ def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
 
 
 def sum_queries(
-    walk: Walk, item: Item, chunk: Any, member: Any, sums: Any, to_start: list[Any]
+    walk: Walk, item: Item, chunk: Any, member: Any, sums: Any, before: list[Before]
 ) -> Any:
-    """R and u behind the chunk, and `to_start`. With the first of a group's members, which is
+    """R and u behind the chunk, and `Before`. With the first of a group's members, which is
     None, R and u of later chunks are published before."""
     own, is_first = walk.own, member is None
     step = walk.row_step(item.before + chunk, 0 if is_first else member)
@@ -283,9 +290,9 @@ def sum_queries(
     borders = walk.borders(item, chunk)
     gates, queries = map_queries(walk, slot, count, units, borders.reads)
     if is_first:
-        sums, to_start = publish(walk, chunk, gates, sums, to_start)
+        sums, before = publish(walk, chunk, gates, sums, before)
     if units is not None:
-        sums, to_start = in_units_of(units, sums, to_start)
+        sums, before = in_units_of(units, sums, before)
     # g in as many parts as R.
     added = [[g] for g in walk.in_heads(own.g, slot)]
     if walk.gated and walk.heads == 1:
@@ -306,16 +313,7 @@ def sum_queries(
     if walk.gated or walk.arrays.borders is not None:
         plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
     own.rows.consumed.arrive(slot)
-    return sums, to_start
-
-
-def in_units_of(units: list[tuple[Any, Any]], sums: Any, before: list[Any]) -> Any:
-    """R and u in the units of these queries, and their units."""
-    found, own_units = [], []
-    for (total, parts), (of_q, of_e), (r, u) in zip(sums, units, before, strict=True):
-        found.append(([x * (r / of_q) for x in total], parts * (u / of_q / of_e)))
-        own_units.append((of_q, of_q * of_e))
-    return found, own_units
+    return sums, before
 
 
 def map_queries(
@@ -352,14 +350,14 @@ def map_queries(
     return gates, queries
 
 
-def publish(walk: Walk, chunk: Any, gates: list[Any], sums: Any, to_start: list[Any]) -> Any:
-    """R and u of later chunks, stored as the chunk's middle sees them; and `to_start`."""
+def publish(walk: Walk, chunk: Any, gates: list[Any], sums: Any, before: list[Before]) -> Any:
+    """R and u of later chunks, stored as the chunk's middle sees them; and `Before`."""
     own = walk.own
     if walk.gated:
         for n, of_head in enumerate(gates):
-            onto = to_start[n] * of_head.from_middle()
+            onto = before[n].to_start * of_head.from_middle()
             sums[n] = jax.tree.map(lambda x, onto=onto: x * onto, sums[n])
-        to_start = [of_head.to_middle() for of_head in gates]
+            before[n] = before[n]._replace(to_start=of_head.to_middle())
 
     @pl.when(chunk > 0)
     def _() -> None:
@@ -367,7 +365,7 @@ def publish(walk: Walk, chunk: Any, gates: list[Any], sums: Any, to_start: list[
 
     if walk.gated:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    stored = as_stored(walk, sums, to_start) if walk.has_units else sums
+    stored = as_stored(walk, sums, before) if walk.has_units else sums
     us = walk.tiling.by_heads(own.u) if walk.has_e else [None] * walk.heads
     for rows, of_u, (total, parts) in zip(walk.parts_of_r(), us, stored, strict=True):
         for ref, x in zip(rows, total, strict=True):
@@ -380,22 +378,7 @@ def publish(walk: Walk, chunk: Any, gates: list[Any], sums: Any, to_start: list[
                 ref[...] = rest_of(x)
     plgpu.commit_smem()
     own.state.produced.arrive()
-    return sums, to_start
-
-
-def as_stored(walk: Walk, sums: Any, units: list[Any]) -> Any:
-    """R in one unit for all of its elements, which `r_rows` has then, and u."""
-    of_heads = walk.tiling.by_heads(walk.own.r_rows)
-    for ([total], _), rows in zip(sums, of_heads, strict=True):
-        rows[...] = mosaic.units_of_rows([total])
-    plgpu.commit_smem()
-    largest = [mosaic.unit_of(rows, rows.shape[0]) for rows in of_heads]
-    plgpu.commit_smem()  # what was read, ahead of what is stored there
-    stored = []
-    for rows, unit, ([total], parts), (r, u) in zip(of_heads, largest, sums, units, strict=True):
-        rows[...] = unit * r
-        stored.append(([mosaic.in_units(total, unit)], parts * u))
-    return stored
+    return sums, before
 
 
 def sum_at_once(walk: Walk, queries: list[Any], added: list[list[Any]], sums: Any) -> Any:
@@ -480,7 +463,8 @@ def keep_sums(walk: Walk, item: Item, chunk: Any) -> None:
     @pl.when((chunk == 0) | flows.is_kept(walk.spec, number + 1))
     def _() -> None:
         place = flows.place(walk.spec, walk.deal, item, number)
-        for own, ref in zip((walk.own.r, walk.own.u), walk.flows[2:], strict=True):
+        left = walk.own.r, walk.own.u, *([walk.own.r_rows] if walk.has_units else [])
+        for own, ref in zip(left, walk.flows[2:], strict=True):
             of_heads = walk.tiling.by_heads(own)
             for head, source in zip(walk.heads_of(item), of_heads, strict=True):
                 plgpu.copy_smem_to_gmem(source, ref.at[item.batch, head, place])

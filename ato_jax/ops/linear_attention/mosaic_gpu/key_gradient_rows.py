@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,12 @@ from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps
 from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import DK, DV, Walk
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_units import (
+    add_in_units,
+    add_parts,
+    of_state,
+    parts_of,
+)
 
 # A function of a group's member: it returns, for each head, the float16 units of phi' and e.
 Units = Callable[[Any], list[tuple[Any, Any]]]
@@ -45,7 +51,7 @@ def values(walk: Walk) -> None:
     if walk.some_steep:
         # Not made where it is multiplied: as a factor in registers, the same in all chunks, half of
         # its rows were not there yet in a piece's first one.
-        walk.own.before[...] = jnp.where(from_here(walk), 0.0, 1.0).astype(BF16)
+        walk.own.before[...] = jnp.where(from_here(walk), 0.0, 1.0).astype(walk.dtype)
         plgpu.commit_smem()
     store_each(walk, values_chunk, DV, walk.dv, walk.arrays.dv)
 
@@ -111,8 +117,8 @@ def values_chunk(walk: Walk, chunk: Chunk) -> Any:
     if walk.gated:
         own.mapped.wait(slot)
         gates = walk.gates_in(slot)
-        exponents = (of_head.up_to_middle() for of_head in gates)
-        phi_k = features_of_keys(walk, xs, exponents, count)
+        exponents = [of_head.up_to_middle() for of_head in gates]
+        phi_k = features_of_keys(walk, xs, exponents, count, powers)
         if own.keys_mapped is not None:
             for tile, phi in zip(tiles, phi_k, strict=True):
                 tile[...] = phi
@@ -123,9 +129,10 @@ def values_chunk(walk: Walk, chunk: Chunk) -> Any:
     else:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
         own.keys.consumed.arrive(k_slot)
-        phi_k = features_of_keys(walk, xs, None, count, powers)
+        phi_k = features_of_keys(walk, xs, [None] * walk.heads, count, powers)
         own.mapped.wait(slot)
-    reads, weights, own_flows = weights_of(walk, slot, phi_k, gates, borders)
+    of_walk = walk, slot, phi_k, gates, borders
+    reads, weights, own_flows = weights_of(*of_walk, None if units is None else units(0))
     if not walk.some_steep:
         load_share()
     own.state.produced.wait()
@@ -146,12 +153,14 @@ def values_chunk(walk: Walk, chunk: Chunk) -> Any:
         slot = own.rows.slot(walk.row_step(step, member))
         own.mapped.wait(slot)
         gates = walk.gates_in(slot) if walk.gated else []
-        _, weights, more = weights_of(walk, slot, phi_k, gates, borders)
+        of_member = None if units is None else units(member)
+        _, weights, more = weights_of(walk, slot, phi_k, gates, borders, of_member)
         gs = walk.in_heads(own.g, slot)
         if units is None:
             dv = multiply(*((x, [(w, g)]) for x, w, g in zip(dv, weights, gs, strict=True)))
         else:
-            dv = add_in_units(walk, units(member), dv, weights, gs)
+            assert of_member is not None
+            dv = add_in_units(walk, of_member, dv, weights, gs)
         own.rows.consumed.arrive(slot)
         return dv, [x + flow for x, flow in zip(own_flows, more, strict=True)]
 
@@ -205,6 +214,7 @@ def weights_of(
     phi_k: list[jax.Array],
     gates: list[chunk_decay.Gates],
     borders: Borders,
+    units: list[tuple[Any, Any]] | None,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """Returns three lists with an element for each head: the left factor of R, which is phi(k); the
     left factor of g, which is a (float16 calls get it in float32); and with a decay I(t)."""
@@ -216,10 +226,11 @@ def weights_of(
         if not walk.some_steep:
             own_flows.append(plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS))
             continue
-        own_flows.append(jnp.where(of_head.steep, inside_flow(walk, n, a[n]), 0.0))
+        unit = None if units is None else units[n][0]
+        own_flows.append(jnp.where(of_head.steep, inside_flow(walk, n, a[n], unit), 0.0))
         left = mosaic.in_columns(of_head.left(OF_ROWS), walk.spec.F)
         a[n] *= of_head.of_pairs(queries=1)
-        reads[n] = mosaic.rounded(phi_k[n].astype(F32) * left)
+        reads[n] = mosaic.rounded(phi_k[n].astype(F32) * left, walk.dtype)
     if walk.gated:
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
     a = seen_pairs(borders, a)
@@ -238,75 +249,55 @@ def seen_pairs(borders: Borders, pairs: list[jax.Array]) -> list[jax.Array]:
     return borders.either(at_border, lambda: pairs)
 
 
-def of_state(walk: Walk, products: list[Any]) -> list[jax.Array]:
-    """The products with R in float16, times R's unit, for each head."""
-    columns = walk.spec.F  # as many as V
-    found = multiply(*((mosaic.zeros(C, columns), [one]) for one in products))
-    first = [rows[0] for rows in walk.tiling.by_heads(walk.own.r_rows)]
-    return [x * unit for x, unit in zip(found, first, strict=True)]
-
-
-def add_in_units(
-    walk: Walk,
-    units: list[tuple[Any, Any]],
-    sums: Iterable[jax.Array],
-    pairs: list[jax.Array],
-    others: list[Any],
-    parts: int = 1,
-) -> list[jax.Array]:
-    """sums + unit * pairs @ others for each head, in float16: with pairs in units of their rows,
-    rounded, and as a second of `parts` what that leaves off."""
-    starts, factors, products = [], [], []
-    for (unit, _), x, own, other in zip(units, sums, pairs, others, strict=True):
-        rows = mosaic.units_of_rows([own])
-        scaled = lax.optimization_barrier(mosaic.in_units(own, rows))
-        rounded = parts_of(scaled, walk.dtype)[:parts]
-        starts.append(mosaic.in_units(x * (1 / unit), rows))
-        factors.append(rows * unit)
-        products.append([(part, other) for part in rounded])
-    found = multiply(*zip(starts, products, strict=True))
-    return [x * mosaic.in_columns(own, x.shape[1]) for x, own in zip(found, factors, strict=True)]
-
-
 def features_of_keys(
     walk: Walk,
     xs: list[jax.Array],
-    exponents: Iterable[jax.Array] | None,
+    exponents: list[Any],
     count: Any,
-    powers: list[Any] | None = None,
+    powers: list[Any],
 ) -> list[jax.Array]:
     """phi(k) of each head [64, F]; with a decay times exp2 of `exponents` [64], which are those up
-    to the chunk's middle."""
-    if walk.has_units:
-        assert powers is not None
-        pairs_in_powers = zip(xs, powers, strict=True)
-        return [
-            mosaic.kept(feature_maps.times_power(walk.phi, x, power), count)
-            for x, power in pairs_in_powers
-        ]
-    if exponents is None:
-        return [mosaic.kept(walk.phi.keys(x), count) for x in xs]
-    pairs = zip(xs, exponents, strict=True)
-    return [mosaic.kept(walk.phi.keys(x, of_head), count) for x, of_head in pairs]
+    to the chunk's middle; and in float16 times `powers`."""
+    found = []
+    for x, of_head, power in zip(xs, exponents, powers, strict=True):
+        if power is None:
+            phi_k = walk.phi.keys(x, of_head)
+        else:
+            phi_k = feature_maps.times_power(walk.phi, x, power, exponents=of_head)
+        found.append(mosaic.kept(phi_k, count))
+    return found
 
 
-def inside_flow(walk: Walk, n: int, a: jax.Array) -> jax.Array:
-    """I(t) [64] of a steep chunk, of a as it was multiplied: what it lacks of the decay b has."""
+def inside_flow(walk: Walk, n: int, a: jax.Array, unit: Any) -> jax.Array:
+    """I(t) [64] of a steep chunk, of a as it was multiplied: what it lacks of the decay b has. In
+    float16 `unit` is that of phi'."""
     own = walk.own
     assert own.pairs_ring is not None
     parts = [walk.tiling.half_of(own.out, DV, part) for part in range(walk.pairs_parts)]
     own.pairs_ring.produced.wait()
     seen = walk.seen(a)
     m = seen * sum(load(own.pairs.at[n, part]).astype(F32) for part in range(walk.pairs_parts))
+    largest: Any = None
+    if own.pairs_units is not None:
+        of_pairs = load(walk.tiling.by_heads(own.pairs_units)[n], OF_ROWS)
+        m = m * mosaic.in_columns(of_pairs * unit, C)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if own.pairs_units is not None:
+        # In the place of what the chunk leaves later.
+        rows = walk.tiling.by_heads(own.flows.at[DV])[n]
+        rows[...] = mosaic.units_of_rows([m])
+        plgpu.commit_smem()
+        largest = mosaic.unit_of(rows, C)
+        m = mosaic.in_units(m, largest)
     for part in parts:
-        rounded = mosaic.rounded(m)
+        rounded = mosaic.rounded(m, walk.dtype)
         part[...] = rounded
         m = m - rounded.astype(F32)
     plgpu.commit_smem()
     own.pairs_ring.consumed.arrive()
     (across,) = multiply((mosaic.zeros(C, C), [(own.before, part) for part in parts]))  # [t, i]
-    return jnp.sum(jnp.where(from_here(walk), across, 0.0), axis=1)
+    found = jnp.sum(jnp.where(from_here(walk), across, 0.0), axis=1)
+    return found if largest is None else found * largest
 
 
 def keys_chunk(walk: Walk, chunk: Chunk) -> Any:
@@ -329,6 +320,8 @@ def keys_chunk(walk: Walk, chunk: Chunk) -> Any:
     for of_head in gates:
         exponents.append(of_head.up_to_middle() if walk.gated else None)
         slopes.append(jnp.exp2(exponents[-1]) if walk.gated else None)
+    if walk.gated and walk.has_units:
+        slopes = [slope * power for slope, power in zip(slopes, powers, strict=True)]
     load_share()
     own.state.produced.wait()
     states, tiles = tiling.by_heads(own.r), walk.in_heads(own.k, k_slot)
@@ -342,9 +335,10 @@ def keys_chunk(walk: Walk, chunk: Chunk) -> Any:
         dk = []
         for n in range(heads):
             state_read = of_others[n], walk.of_state(n, vs[n])
-            keys = tiles[n], exponents[n]
+            keys = tiles[n], exponents[n], powers[n]
+            of_queries = queries[n], None if units is None else units(0)[n][0]
             one, read = keys_one_by_one(
-                walk, n, gates[n], found[n], state_read, keys, queries[n], count
+                walk, n, gates[n], found[n], state_read, keys, of_queries, count
             )
             dk.append(one)
             reads.append(read)
@@ -380,7 +374,7 @@ def keys_chunk(walk: Walk, chunk: Chunk) -> Any:
             slope_of_x = walk.phi.slope(x)
             dk[n] *= slope_of_x if powers[n] is None else slope_of_x * powers[n]
             continue
-        phi_k = decayed_keys(walk, x, exponents[n], count)
+        phi_k = decayed_keys(walk, x, exponents[n], count, powers[n])
         flow = jnp.sum(phi_k * dk[n], axis=1)
         if walk.some_steep:
             flow = jnp.where(gates[n].steep, reads[n], flow)
@@ -407,8 +401,9 @@ def add_pairs(
     if walk.some_steep:
         gates = walk.gates_in(slot)
         for n, b in enumerate(found):
-            parts = hand_pairs(walk, n, gates[n], b)
-            (dk[n],) = multiply((dk[n], [(part, queries[n]) for part in parts]))
+            parts, rows = hand_pairs(walk, n, gates[n], b)
+            unit = None if units is None else units(member)[n][0]
+            dk[n] = add_parts(walk, dk[n], parts, rows, unit, queries[n])
             plgpu.commit_smem()
             pairs_ring_of(walk).consumed.wait()
     elif units is not None:
@@ -424,12 +419,14 @@ def add_pairs(
     return dk
 
 
-def decayed_keys(walk: Walk, x: jax.Array, exponents: jax.Array, count: Any) -> jax.Array:
+def decayed_keys(
+    walk: Walk, x: jax.Array, exponents: jax.Array, count: Any, power: Any
+) -> jax.Array:
     """phi(k) as DV has it, in float32, of what lies in k's place. The exponents come loaded: their
     slot may have been let go."""
     if walk.replaces_keys:
         return x.astype(F32)
-    (phi_k,) = features_of_keys(walk, [x], [exponents], count)
+    (phi_k,) = features_of_keys(walk, [x], [exponents], count, [power])
     return phi_k.astype(F32)
 
 
@@ -451,45 +448,52 @@ def pairs_of(walk: Walk, slot: Any, vs: list[Any], es: list[jax.Array]) -> list[
     return found
 
 
-def parts_of(b: jax.Array, dtype: Any = BF16) -> list[jax.Array]:
-    """Rounded, and what that leaves off."""
-    rounded = mosaic.rounded(b, dtype)
-    return [rounded, mosaic.rounded(b - rounded.astype(F32), dtype)]
-
-
 def keys_one_by_one(
     walk: Walk,
     n: int,
     gates: chunk_decay.Gates,
     b: jax.Array,
     state_read: Any,
-    keys: tuple[Any, jax.Array],
-    queries: Any,
+    keys: tuple[Any, jax.Array, Any],
+    queries: tuple[Any, Any],
     count: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """dk of head n without phi's derivative [64, F], and A [64], where the chunk may be steep; of
-    keys, their tile and its exponents."""
-    tile, exponents = keys
-    parts = hand_pairs(walk, n, gates, b)
-    (read,) = multiply(state_read)
+    keys, their tile, its exponents, and its power; of queries phi' and its unit."""
+    tile, exponents, power = keys
+    parts, rows = hand_pairs(walk, n, gates, b)
+    if walk.has_units:
+        of_others, (of_r,) = state_read
+        (read,) = of_state(walk, [of_r], n)
+        read += of_others
+    else:
+        (read,) = multiply(state_read)
     read = mosaic.kept(read, count)
     read *= mosaic.in_columns(gates.left(OF_ROWS), walk.spec.F)
-    flow = jnp.sum(decayed_keys(walk, load(tile), exponents, count) * read, axis=1)
-    (read,) = multiply((read, [(part, queries) for part in parts]))
+    flow = jnp.sum(decayed_keys(walk, load(tile), exponents, count, power) * read, axis=1)
+    read = add_parts(walk, read, parts, rows, queries[1], queries[0])
     plgpu.commit_smem()
     pairs_ring_of(walk).consumed.wait()
     return read, flow
 
 
-def hand_pairs(walk: Walk, n: int, gates: chunk_decay.Gates, b: jax.Array) -> list[Any]:
-    """Puts b of head n in shared memory, where DV reads it, too: rounded, and the rest."""
-    parts = [walk.own.pairs.at[n, number] for number in range(2)]
+def hand_pairs(
+    walk: Walk, n: int, gates: chunk_decay.Gates, b: jax.Array
+) -> tuple[list[Any], jax.Array | None]:
+    """Puts b of head n in shared memory, where DV reads it, too: rounded, and the rest; and in
+    float16 the units of its rows [64], which are returned, too."""
+    own, rows = walk.own, None
+    parts = [own.pairs.at[n, number] for number in range(2)]
     b = walk.seen(b * gates.of_pairs(queries=1))
-    for ref, part in zip(parts, parts_of(b), strict=True):
+    if own.pairs_units is not None:
+        rows = mosaic.units_of_rows([b])
+        walk.tiling.by_heads(own.pairs_units)[n][...] = rows
+        b = lax.optimization_barrier(mosaic.in_units(b, rows))
+    for ref, part in zip(parts, parts_of(b, walk.dtype), strict=True):
         ref[...] = part
     plgpu.commit_smem()
     pairs_ring_of(walk).produced.arrive()
-    return parts
+    return parts, rows
 
 
 def pairs_ring_of(walk: Walk) -> mosaic.Ring:

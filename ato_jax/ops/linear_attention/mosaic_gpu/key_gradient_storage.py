@@ -75,6 +75,7 @@ class Storage(mosaic.Storage):
     minus_e: Array  # [heads, 8, 64] -e, half of the rows rounded, half what that left off
     out: Array  # [2, 64, V] dv and dk, or two heads of [64, 64] each
     pairs: Array  # [heads, 2, 64, 64] b of a steep chunk, rounded, and what that left off
+    pairs_units: Array  # [heads * 64] float32: in float16 those of its rows
     q: Array  # as g
     r: Array  # [V, F] R that the chunk's middle sees, or two heads of [64, 64]
     r_rest: Array  # as r: what rounding left off, where states are split
@@ -134,8 +135,10 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) 
     gates = vectors() if gated else None
     r = Buffer(shared(V, spec.F), copies=heads)
     u_start = Buffer(plgpu.SMEM((F,), F32), copies=heads) if has_e else None
-    r_rows = None
+    r_rows = pairs_units = None
     if mosaic.has_units(tiling.dtype):
+        if some_steep:
+            pairs_units = Buffer(plgpu.SMEM((heads * C,), F32))
         r_rows = Buffer(plgpu.SMEM((V,), F32), copies=heads)
     starts = (None if keeps_start(spec) else r), u_start, r_rows
     out = Buffer(tiling.tiles(2), copies=copies)
@@ -150,6 +153,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) 
         minus_e=Buffer(shared(heads, ALIKE, C)) if has_e else None,
         out=out,
         pairs=Buffer(shared(heads, 2, C, C)) if some_steep else None,
+        pairs_units=pairs_units,
         q=q,
         r=r,
         r_rest=Buffer(shared(V, spec.F)) if splits else None,
@@ -301,8 +305,9 @@ class Walk:
     @property
     def pairs_parts(self) -> int:
         """In how many parts a b is multiplied, for the gradient of the decays: rounded; and what
-        that left off, where it is one sum over all steps, which may cancel."""
-        return 2 if self.spec.decay == "head" else 1
+        that left off, where it is one sum over all steps, which may cancel, and in float16, which
+        has one unit for all pairs of the chunk."""
+        return 2 if self.spec.decay == "head" or self.has_units else 1
 
     @property
     def group_size(self) -> int:

@@ -33,6 +33,7 @@ LARGEST = 2.0**14
 # calls with rows beyond the end, or with columns that a head does not have: there x is 0, and its
 # feature, which may be 1, is multiplied by the power of the head's keys, too.
 MOST, MOST_BESIDE_ZEROS = 2.0**30, 2.0**15
+MOST_OF_WEIGHTS = 2.0**100  # of phi(q) inverse
 EXPONENT = 0x7F800000  # the exponent bits of a float32
 
 
@@ -76,15 +77,36 @@ def _most(spec: LinearAttentionSpec) -> float:
 
 
 def largest_weights(
-    spec: LinearAttentionSpec, of_rows: jax.Array, inverse: jax.Array
+    spec: LinearAttentionSpec,
+    of_rows: jax.Array,
+    inverse: jax.Array,
+    gates: jax.Array | None = None,
 ) -> jax.Array:
     """Divisors that bring phi(q) inverse of each row to at most `LARGEST`, or twice that where q is
-    0. of_rows: each query's largest feature, over all columns or over each half of them,
-    [1 or 2, B, H, T up to a whole chunk]."""
+    0.
+
+    Args:
+      of_rows: each query's largest feature, over all columns or over each half of them, [1 or 2, B,
+        H, T up to a whole chunk].
+      gates: with a decay as `output` has them: phi(q) inverse carries that since the middle of a
+        chunk that is not steep.
+    """
     of_rows = jnp.max(of_rows, axis=0)
     if _has_zeros(spec):
         of_rows = jnp.maximum(of_rows, 0.5)
+    if gates is not None:
+        rows = gates.reshape(*gates.shape[:2], -1, frame.C)
+        middle, last = rows[..., frame.C // 2 - 1, None], rows[..., frame.C - 1, None]
+        since = jnp.where(frame.is_steep(spec, middle, last), 0.0, rows - middle)
+        lasting = jnp.exp2(since).reshape(gates.shape)
+        of_rows = of_rows * jnp.repeat(lasting, spec.H // spec.G, axis=1)
     return of_rows * inverse / LARGEST
+
+
+def next_power(x: jax.Array) -> jax.Array:
+    """The least power of two above each x, which is positive and normal."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & EXPONENT
+    return 2.0 * lax.bitcast_convert_type(bits, F32)
 
 
 def times(state: LinearState | None, power: jax.Array) -> LinearState | None:

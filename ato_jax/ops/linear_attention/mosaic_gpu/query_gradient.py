@@ -73,7 +73,6 @@ from jax.experimental import pallas as pl
 from ato_jax import mosaic
 from ato_jax.mosaic import (
     ALIKE,
-    BF16,
     F32,
     HALF,
     OF_COLUMNS,
@@ -136,7 +135,10 @@ def query_gradient(
         of_edges = spec.B, spec.G, flows.places(spec, deal)
         types = types._replace(flows=jax.ShapeDtypeStruct((2 // walk.heads, *rows.shape), F32))
         if walk.leaves_state:
-            types = types._replace(kv=jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), BF16))
+            of_kv = jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), arrays.q.dtype)
+            types = types._replace(kv=of_kv)
+            if walk.has_units:
+                types = types._replace(kv_units=jax.ShapeDtypeStruct((*of_edges, spec.F), F32))
         if walk.sums_keys:
             types = types._replace(k_sum=jax.ShapeDtypeStruct((*of_edges, spec.F), F32))
     given, out_type = ({name: of for name, of in some._asdict().items() if of is not None}
@@ -157,7 +159,10 @@ def query_gradient(
         inverse, e = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32)
     if not walk.gated:
         return left.dq, inverse, e, left.largest, None
-    return left.dq, inverse, e, left.largest, flows.OfQueries(left.flows, left.kv, left.k_sum)
+    kv = left.kv
+    if left.kv_units is not None:
+        kv = kv.astype(F32) * left.kv_units[..., None, :]
+    return left.dq, inverse, e, left.largest, flows.OfQueries(left.flows, kv, left.k_sum)
 
 
 def _body(walk: Walk, inputs: Sequence[str], outputs: Sequence[str]) -> mosaic.Body:
@@ -381,19 +386,19 @@ def chunk_of(walk: Walk, item: Item, half: Any, head: Any, number: Any) -> Chunk
 def publish(walk: Walk, half: Any, S: jax.Array, totals: jax.Array) -> None:
     """S and z as products read them."""
     own, dtype = walk.own, walk.tiling.dtype
+    if walk.has_units:
+        units = mosaic.units_of_rows([S])
+        own.units.at[half][...] = units
+        S = mosaic.in_units(S, units)
     if walk.gated:
-        mosaic.store_transposed(own.s.at[half], S.astype(BF16))
+        mosaic.store_transposed(own.s.at[half], S.astype(dtype))
         if walk.splits:
             # The stores of dq that lay there.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            rest = S - S.astype(BF16).astype(F32)
-            mosaic.store_transposed(walk.start_in(half), rest.astype(BF16))
-    elif walk.has_units:
-        units = mosaic.units_of_rows([S])
-        own.units.at[half][...] = units
-        own.s.at[half][...] = mosaic.in_units(S, units).astype(dtype)
+            rest = S - S.astype(dtype).astype(F32)
+            mosaic.store_transposed(walk.start_in(half), rest.astype(dtype))
     else:
-        own.s.at[half][...] = S.astype(BF16)
+        own.s.at[half][...] = S.astype(dtype)
     if walk.sums_keys:
         own.z.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
     plgpu.commit_smem()
@@ -413,5 +418,7 @@ def keep_state(walk: Walk, chunk: Chunk) -> None:
         at = item.batch, of_state, flows.place(walk.spec, walk.deal, item, chunk.number)
         columns = walk.tiling.columns_of(half)
         plgpu.copy_smem_to_gmem(own.s.at[half], left.kv.at[(*at, slice(None), columns)])
+        if left.kv_units is not None:
+            plgpu.copy_smem_to_gmem(own.units.at[half], left.kv_units.at[(*at, columns)])
         if left.k_sum is not None:
             plgpu.copy_smem_to_gmem(own.z.at[half], left.k_sum.at[(*at, columns)])

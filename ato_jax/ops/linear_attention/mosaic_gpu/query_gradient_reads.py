@@ -39,8 +39,9 @@ def where_seen(walk: Walk, x: jax.Array) -> jax.Array:
 
 def parts_of(walk: Walk, x: jax.Array) -> list[jax.Array]:
     """Rounded, and where `w_parts` is 2 what that leaves off."""
-    rounded = mosaic.rounded(x)
-    return [rounded, mosaic.rounded(x - rounded.astype(F32))][: walk.w_parts]
+    dtype = walk.tiling.dtype
+    rounded = mosaic.rounded(x, dtype)
+    return [rounded, mosaic.rounded(x - rounded.astype(F32), dtype)][: walk.w_parts]
 
 
 def z_before(walk: Walk, chunk: Chunk) -> jax.Array:
@@ -101,6 +102,7 @@ def read_at_once(
     D, *found = multiply(*of_queries, *behind)
     z, (own_S, *own_totals) = found[: spec.normalize], found[spec.normalize :]
     if walk.has_units:
+        D = out_of_units(walk, chunk, D)
         D = add_pairs(walk, chunk, jnp.where(sees(walk), w, 0.0), D)
     return D, z, own_S, own_totals[0] if walk.sums_keys else totals
 
@@ -129,18 +131,23 @@ def behind_rest(walk: Walk, chunk: Chunk, S: jax.Array, totals: jax.Array) -> tu
 
 
 def add_pairs(walk: Walk, chunk: Chunk, seen: jax.Array, D: jax.Array) -> jax.Array:
-    """Scales D, the product with the state, by the units of its columns, and adds the product of
-    `seen`, the pairs' weights, with the chunk's own keys."""
+    """Adds to D, the product with the state, that of `seen`, the pairs' weights, with the chunk's
+    own keys."""
     units = mosaic.units_of_rows([seen])
-    weights = mosaic.in_units(seen, units)
-    weights = mosaic.rounded(lax.optimization_barrier(weights), walk.tiling.dtype)
-    D *= mosaic.in_rows(load(walk.own.units.at[chunk.half], OF_COLUMNS), C)
+    weights = parts_of(walk, lax.optimization_barrier(mosaic.in_units(seen, units)))
     D = mosaic.in_units(D, units)
     if chunk.few is not None:
-        of_rest = [(weights, chunk.rest_of_keys)]
+        of_rest = [(part, chunk.rest_of_keys) for part in weights]
         (D,) = lax.cond(chunk.few, lambda: multiply((D, of_rest)), lambda: (D,))
-    (D,) = multiply((D, [(weights, chunk.features)]))
+    (D,) = multiply((D, [(part, chunk.features) for part in weights]))
     return D * mosaic.in_columns(units, HALF)
+
+
+def out_of_units(walk: Walk, chunk: Chunk, D: jax.Array) -> jax.Array:
+    """The product with the state times the units of its columns, in float16."""
+    if not walk.has_units:
+        return D
+    return D * mosaic.in_rows(load(walk.own.units.at[chunk.half], OF_COLUMNS), C)
 
 
 def read_at_border(walk: Walk, chunk: Chunk, w: jax.Array, totals: jax.Array) -> tuple[Any, ...]:
@@ -150,7 +157,7 @@ def read_at_border(walk: Walk, chunk: Chunk, w: jax.Array, totals: jax.Array) ->
     seen = borders.pairs_from() & sees(walk)
     w = jnp.where(seen, w, 0.0)
     (D,) = multiply((mosaic.zeros(C, HALF), parts_of_state(walk, chunk)))
-    D = mosaic.rows_within(D, None, borders.reads)
+    D = mosaic.rows_within(out_of_units(walk, chunk, D), None, borders.reads)
     if walk.has_units:
         D = add_pairs(walk, chunk, w, D)
     else:
@@ -178,16 +185,19 @@ def read_one_by_one(
     left = mosaic.in_columns(gates.if_steep(gates.of(OF_ROWS)), HALF)
     pairs = gates.of_pairs(queries=0)
     (D,) = multiply((mosaic.zeros(C, HALF), parts_of_state(walk, chunk)))
-    D *= left
+    D = out_of_units(walk, chunk, D) * left
     phi_q = features_of_queries(walk, chunk)
     reads = [jnp.sum(phi_q * D, axis=1)]
-    weights = parts_of(walk, where_seen(walk, w * pairs))
-    (D,) = multiply((D, [(part, features) for part in weights]))
+    seen = where_seen(walk, w * pairs)
+    if walk.has_units:
+        D = add_pairs(walk, chunk, seen, D)
+    else:
+        (D,) = multiply((D, [(part, features) for part in parts_of(walk, seen)]))
     z: list[jax.Array] = []
     if walk.spec.normalize:
         before = z_before(walk, chunk) * left
         reads.append(jnp.sum(phi_q * before, axis=1))
-        decays = mosaic.rounded(where_seen(walk, pairs))
+        decays = mosaic.rounded(where_seen(walk, pairs), walk.tiling.dtype)
         z += multiply((before, [(decays, features)]))
     added = mosaic.times_rows(features, gates.left(OF_COLUMNS))
     keeps = gates.if_steep(gates.last)

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_ROWS, load
+from ato_jax.ops.linear_attention.mosaic_gpu import powers
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient_storage import Chunk, Walk
 
@@ -66,7 +67,7 @@ def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: list[jax.Array], of_st
     if not awaits_first:
         await_slot(walk)
     if walk.gated:
-        flow = jnp.sum(mosaic.rounded(phi_q * scale).astype(F32) * D, axis=1)
+        flow = jnp.sum(as_keys_see(walk, phi_q * scale) * D, axis=1)
         if walk.some_steep:
             read = of_state[0] - e * of_state[1] if spec.normalize else of_state[0]
             flow = jnp.where(chunk.gates.steep, read * inverse, flow)
@@ -77,6 +78,16 @@ def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: list[jax.Array], of_st
         dq += load(dq_slot).astype(F32)
     dq_slot[...] = mosaic.kept(dq, chunk.count).astype(tiling.dtype)
     store_rows(walk, chunk, dq_slot, inverse, e)
+
+
+def as_keys_see(walk: Walk, weighed: jax.Array) -> jax.Array:
+    """phi'_i as the walk over keys rounds it, in float32. In float16 that is in a unit which is a
+    power of two, as it is here, if another one: so the digits are the same."""
+    if not walk.has_units:
+        return mosaic.rounded(weighed).astype(F32)
+    power = powers.power_of(jnp.max(jnp.abs(weighed), axis=1), powers.MOST_OF_WEIGHTS)
+    power = mosaic.in_columns(power, HALF)
+    return mosaic.rounded(weighed * power, walk.tiling.dtype).astype(F32) / power
 
 
 def weigh(

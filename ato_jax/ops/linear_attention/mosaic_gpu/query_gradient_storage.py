@@ -76,6 +76,7 @@ class Left(NamedTuple):
     largest: Any = None  # [2 / heads of a tile, B, H, T up to a whole chunk]
     flows: Any = None
     kv: Any = None
+    kv_units: Any = None  # in float16 those of its columns
     k_sum: Any = None
 
 
