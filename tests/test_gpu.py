@@ -620,6 +620,65 @@ def test_mosaic_gpu_in_float16_causal_by_offsets(
 
 
 @of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "scale", "decay", "options"),
+    [
+        (1, LONG, 2, 2, 128, 1.0, "mild", {}),
+        (1, LONG, 4, 2, 64, 0.01, "mild", {}),
+        (2, 9000, 8, 2, 128, 30.0, "strong", {"layout": "bhtd"}),
+        (2, 9001, 8, 8, 64, 1.0, "strong", {"feature_map": "relu"}),
+        (2, 9000, 8, 8, 128, 1.0, "strong", {"feature_map": "silu", "return_state": True}),
+        (2, 9000, 8, 4, 96, 1.0, "heads", {"feature_map": "softplus"}),
+        (2, 9000, 8, 8, 64, 1.0, "heads", {}),
+        (2, 9000, 4, 4, 128, 1.0, "mild", {"kv_lengths": np.array([9000, 1001])}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_mosaic_gpu_in_float16_with_a_decay(
+    B: int,
+    T: int,
+    H: int,
+    G: int,
+    D: int,
+    scale: float,
+    decay: str,
+    options: dict[str, Any],
+) -> None:
+    """Without a steep chunk, with some, and with heads whose chunks are all steep or none is."""
+    needs_hopper()
+    layout = options.get("layout", "bthd")
+    qkv = arrays("float16", B=B, T=T, H=H, G=G, D=D, scale=scale, layout=layout)
+    given: Any = -jnp.linspace(0.001, 0.5, G)
+    if decay != "heads":
+        given = -jax.random.uniform(jax.random.key(3), (B, T, G)) / 10
+        given = given.at[:, 100::777].set(-50.0) if decay == "strong" else given
+        given = given if layout == "bthd" else jnp.swapaxes(given, 1, 2)
+    options = options | {"causal": True, "decay": given}
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("H", "G", "D", "layout", "options"),
+    [
+        (4, 4, 128, "bthd", {}),
+        (8, 2, 128, "bhtd", {"feature_map": "silu"}),
+        (8, 8, 64, "bthd", {}),
+        (4, 4, 128, "bthd", {"decay": True}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_causal_segments_of_mosaic_gpu_in_float16(
+    H: int, G: int, D: int, layout: str, options: dict[str, Any]
+) -> None:
+    """Several borders in a chunk, and chunks without one."""
+    if options.get("decay"):
+        decay = -jax.random.uniform(jax.random.key(3), (2, 7000, G)) / 10
+        options = options | {"decay": decay}
+    check_segments(2, 7000, H, G, D, layout, rows=200, causal=True, dtype="float16", **options)
+
+
+@of_mosaic_gpu
 @pytest.mark.parametrize("precision", [None, "tf32"])
 @pytest.mark.parametrize(
     ("B", "T", "H", "G", "D", "scale", "options"),
@@ -663,13 +722,22 @@ def test_mosaic_gpu_in_float32_with_lengths() -> None:
 
 
 def check_segments(
-    B: int, T: int, H: int, G: int, D: int, layout: str, *, rows: int, **options: Any
+    B: int,
+    T: int,
+    H: int,
+    G: int,
+    D: int,
+    layout: str,
+    *,
+    rows: int,
+    dtype: str = "bfloat16",
+    **options: Any,
 ) -> None:
     """Segments of 2 rows in the mean, then of `rows`. Two runs give the same bits."""
     needs_hopper()
     generator = np.random.default_rng(0)
     begins = generator.random((B, T)) < np.where(np.arange(T) < 200, 1 / 2, 1 / rows)
-    qkv = arrays("bfloat16", B=B, T=T, H=H, G=G, D=D, layout=layout)
+    qkv = arrays(dtype, B=B, T=T, H=H, G=G, D=D, layout=layout)
     options |= {"layout": layout, "segment_ids": np.cumsum(begins, axis=1)}
     wanted = numerics.oracle("linear_attention", *qkv, **options)
     found, again = (numerics.run_backends("mosaic_gpu", "mosaic_gpu", wanted) for _ in range(2))

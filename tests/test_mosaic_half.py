@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import pytest
 import test_linear_channel as channel
 import test_mosaic_maps_whole as whole
-from test_linear_mosaic import OP, against_the_reference
+from test_linear_mosaic import OP, against_the_reference, options_of
 from test_mosaic_lengths import poisoned
+from test_mosaic_segments import ids_of
 
+from ato_jax.ops.linear_attention import api, mosaic_gpu
 from tests import numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
@@ -168,3 +170,84 @@ def test_features_that_no_key_has() -> None:
     q, k = jnp.where(alone & ~dead, -1.0, q), jnp.where(dead, -1.0, k)
     arrays = [x.astype(jnp.float16) for x in (q, k, v)]
     whole.against_the_reference(numerics.oracle(OP, *arrays, feature_map="relu"))
+
+
+@newest
+@pytest.mark.parametrize(
+    "D, H, G, name, scale, options",
+    [
+        (128, 2, 1, "some", 1.0, {"normalize": False, "feature_map": "silu"}),
+        (128, 1, 1, "late", 30.0, {"layout": "bhtd"}),
+        (64, 2, 2, "short", 1.0, {}),
+        (40, 2, 2, "some", 1.0, {"feature_map": "relu", "normalize": True}),
+    ],
+)
+def test_causal_segments(
+    D: int, H: int, G: int, name: str, scale: float, options: dict[str, Any]
+) -> None:
+    arrays = [
+        (channel.draw(1, 200, heads, D, dtype="float32", seed=seed) * scale).astype(jnp.float16)
+        for seed, heads in enumerate((H, G, G))
+    ]
+    if options.get("layout") == "bhtd":
+        arrays = [jnp.swapaxes(x, 1, 2) for x in arrays]
+    wanted = numerics.oracle(OP, *arrays, causal=True, segment_ids=ids_of(name), **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+# All but steep (2^-7.85 of 2^-8 in half a chunk); a steep chunk beside others; steep ones alone.
+@newest
+@pytest.mark.parametrize(
+    "D, H, G, T, decay, scale, options",
+    [
+        (128, 1, 1, 136, (-0.17,), 30.0, {}),
+        (128, 2, 1, 136, "strong", 1.0, {"feature_map": "silu", "normalize": False}),
+        (64, 2, 2, 136, "strong", 1.0, {"layout": "bhtd"}),
+        (64, 2, 2, 136, (-0.001, -0.5), 0.01, {}),
+        (96, 1, 1, 136, (-6.0,), 1.0, {"feature_map": "softplus"}),
+        (128, 1, 1, 200, "mild", 1.0, {"segment_ids": "some"}),
+        (48, 2, 2, 72, "mild", 1.0, {"kv_lengths": [70]}),
+    ],
+)
+def test_gates(
+    D: int, H: int, G: int, T: int, decay: Any, scale: float, options: dict[str, Any]
+) -> None:
+    arrays = [
+        (channel.draw(1, T, heads, D, dtype="float32", seed=seed) * scale).astype(jnp.float16)
+        for seed, heads in enumerate((H, G, G))
+    ]
+    if isinstance(decay, tuple):
+        options = options | {"decay": jnp.array(decay, jnp.float32)}
+    else:
+        of_steps = channel.draw_gates("mild", 1, T, G)
+        if decay == "strong":
+            of_steps = of_steps.at[:, jnp.array([40, T - 2])].set(-50.0)
+        options = options | {"decay": of_steps}
+    if options.get("layout") == "bhtd":
+        arrays = [jnp.swapaxes(x, 1, 2) for x in arrays]
+        options = options | {"decay": jnp.swapaxes(options["decay"], 1, 2)}
+    if "segment_ids" in options:
+        options = options | {"segment_ids": ids_of(options["segment_ids"])}
+    if "kv_lengths" in options:
+        options = options | {"kv_lengths": jnp.array(options["kv_lengths"], jnp.int32)}
+    wanted = numerics.oracle(OP, *arrays, causal=True, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
+@pytest.mark.parametrize("D", [64, 128])
+def test_gates_beside_a_state(D: int) -> None:
+    arrays = [channel.draw(1, 136, 2, D, dtype="float16", seed=seed) for seed in range(3)]
+    decay = channel.draw_gates("mild", 1, 136, 2).at[:, 40].set(-50.0)
+    options = options_of(1, 2, "bthd", True, D) | {"decay": decay, "normalize": False}
+    wanted = numerics.oracle(OP, *arrays, causal=True, **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+def test_gradients_of_states_in_two_parts() -> None:
+    q = jnp.zeros((1, 256, 2, 128), jnp.float16)
+    decay = jnp.full((2,), -0.1)
+    options: dict[str, Any] = {"causal": True, "decay": decay, "feature_map": "silu"}
+    spec = api.prepare(q, q, q, **options).spec
+    assert mosaic_gpu.unsupported(spec, "forward") is None
+    assert "may be negative" in str(mosaic_gpu.unsupported(spec, "backward"))

@@ -14,9 +14,10 @@ without segments also D = V = 192 and 256; other multiples of 16 from 80 on, and
 where causal or with segments, fill one of these tiles in part, and so does the smaller of D and V
 where segments are causal; with gates of channels those are multiples of 16, too (`narrow.py`), and
 heads above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal
-heads with D up to 128 (`value_blocks.py`). Up to 128 columns, without a decay and segments, kernels
-also take float16, whose sums and weights have units (`mosaic/scales.py`) and features powers of two
-(`powers.py`), or are shares and means (`whole_units.py`). Kernels of their own take float32 of
+heads with D up to 128 (`value_blocks.py`). Up to 128 columns kernels also take float16,
+causal or without a decay and segments, but no gates of channels: sums and weights have units
+(`mosaic/scales.py`) and features powers of two (`powers.py`), or are shares and means
+(`whole_units.py`). Kernels of their own take float32 of
 up to 128 columns, D = V = 64 included (`float32.py`, `float32_causal.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
@@ -111,7 +112,7 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
         lacking = unsupported_as_given(inner, phase)
         return lacking and f"{lacking}, where D is the number of features, {spec.F}"
     if spec.dtype == "float16":
-        if lacking := refusals.unsupported_in_float16(spec):
+        if lacking := refusals.unsupported_in_float16(spec, phase):
             return f"does not support float16 {lacking}"
     elif spec.dtype == "float32":
         if spec.decay or spec.segments:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Item, load, multiply
+from ato_jax.mosaic import F32, OF_COLUMNS, OF_ROWS, Item, load, multiply
 from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps
 from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
@@ -216,8 +216,8 @@ def weights_of(
     borders: Borders,
     units: list[tuple[Any, Any]] | None,
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Returns three lists with an element for each head: the left factor of R, which is phi(k); the
-    left factor of g, which is a (float16 calls get it in float32); and with a decay I(t)."""
+    """Three lists by head: the left factor of R, which is phi(k); that of g, which is a, in float16
+    not yet rounded; and with a decay I(t)."""
     reads = list(phi_k)
     pairs = zip(phi_k, walk.in_heads(walk.own.q, slot), strict=True)
     a = list(multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs)))
@@ -256,8 +256,8 @@ def features_of_keys(
     count: Any,
     powers: list[Any],
 ) -> list[jax.Array]:
-    """phi(k) of each head [64, F]; with a decay times exp2 of `exponents` [64], which are those up
-    to the chunk's middle; and in float16 times `powers`."""
+    """phi(k) of each head [64, F]; with a decay times exp2 of `exponents` [64], up to the chunk's
+    middle; and in float16 times `powers`."""
     found = []
     for x, of_head, power in zip(xs, exponents, powers, strict=True):
         if power is None:
@@ -419,9 +419,7 @@ def add_pairs(
     return dk
 
 
-def decayed_keys(
-    walk: Walk, x: jax.Array, exponents: jax.Array, count: Any, power: Any
-) -> jax.Array:
+def decayed_keys(walk: Walk, x: jax.Array, exponents: Any, count: Any, power: Any) -> jax.Array:
     """phi(k) as DV has it, in float32, of what lies in k's place. The exponents come loaded: their
     slot may have been let go."""
     if walk.replaces_keys:

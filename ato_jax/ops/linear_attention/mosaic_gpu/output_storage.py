@@ -231,7 +231,8 @@ class Walk:
 
     def gates_in(self, slot: Any, half: Any, some_steep: bool = True) -> chunk_decay.Gates:
         rows = self.tiling.rows_in(self.own.gates, slot, half)
-        return chunk_decay.gates_of(self.spec, rows, some_steep, from_the_end=self.part is Part.LATER)
+        from_the_end = self.part is Part.LATER
+        return chunk_decay.gates_of(self.spec, rows, some_steep, from_the_end)
 
     def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
         return chunk_borders.of_chunk(self.begins, self.borders_of, item, chunk)

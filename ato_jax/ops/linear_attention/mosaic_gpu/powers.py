@@ -12,6 +12,11 @@ since phi(q) is rounded there only as phi(q) inverse, which has a unit. With phi
     inverse, R and u                         are divided by c_k
     the unit of phi(q) inverse in a chunk    is its largest magnitude, divided by 2^14
     dk                                       is multiplied by c_k at the end
+
+With a decay, phi(k) carries that up to the middle of its chunk: c_k leaves room for a factor of
+2^`MOST_LOST_IN_FLOAT16`, and chunks that lose more are steep. phi(q) inverse carries what is left,
+and has a unit that is a power of two, so that both walks of the gradients round it alike
+(`query_gradient_rows.as_keys_see`).
 """
 
 from __future__ import annotations

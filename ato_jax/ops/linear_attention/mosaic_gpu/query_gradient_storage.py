@@ -214,7 +214,7 @@ class Walk:
         return dq.at[half] if self.heads == 1 else dq.at[half, pl.ds(0, self.spec.V)]
 
     def gates_in(self, rows: Any, some_steep: bool = True) -> chunk_decay.Gates:
-        return chunk_decay.gates_of(self.spec, rows, some_steep, from_the_end=self.deal.end is not None)
+        return chunk_decay.gates_of(self.spec, rows, some_steep, self.deal.end is not None)
 
     def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
         return chunk_borders.of_chunk(self.arrays.begins, self.arrays.borders, item, chunk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ato_jax import mosaic
 from ato_jax.ops.linear_attention.mosaic_gpu import frame, narrow, value_blocks, whole_units
+from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 SIZES_BOTH_WAYS = 64, 80, 96, 112, 128  # D = V with a decay both ways
@@ -44,12 +45,18 @@ def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     return sizes
 
 
-def unsupported_in_float16(spec: LinearAttentionSpec) -> str | None:
+def unsupported_in_float16(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Sums and weights have units there; features may not be above its largest number."""
     if spec.decay and not spec.causal:
         return "with a decay and without causal=True"
     if spec.decay == "channel":
         return "with a decay per channel"
+    if phase == "backward" and splits_states(spec):
+        # Their states in two parts have no units.
+        return (
+            "for the gradients of a decay per head with normalize=False and "
+            f"feature_map={spec.feature_map.name!r}, whose features may be negative"
+        )
     if spec.segments and not spec.causal:
         return "with segments and without causal=True"
     if max(spec.D, spec.V) > frame.F:
