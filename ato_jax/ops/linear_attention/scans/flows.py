@@ -67,8 +67,8 @@ NUMBERS, MOST_HEADS, WARPS, KNOWN_WARPS = 8192, 16, 4, 8
 
 class OfQueries(NamedTuple):
     flows: jax.Array  # one or two parts of R_i, [1 or 2, B, H, T up to a whole chunk]
-    # S ahead of the chunks where Y is known, [B, H, places, V, F] bfloat16; None where states are
-    # multiplied in two parts.
+    # S ahead of the chunks where Y is known, [B, H, places, V, F] bfloat16, in float16 calls
+    # float32; None where states are multiplied in two parts.
     kv: jax.Array | None = None
     k_sum: jax.Array | None = None  # z there, [B, H, places, F] float32
 
@@ -76,8 +76,8 @@ class OfQueries(NamedTuple):
 class OfKeys(NamedTuple):
     flows: jax.Array  # A_j, [B, H, T up to a whole chunk]
     inside: jax.Array  # I(t), [B, H, T up to a whole chunk]
-    # dS behind the chunks before those, [B, H, places, V, F] bfloat16; where states are multiplied
-    # in two parts, at the start of each piece, [B, H, P, V, F] float32.
+    # dS behind the chunks before those, [B, H, places, V, F] as S; where states are multiplied in
+    # two parts, at the start of each piece, [B, H, P, V, F] float32.
     kv: jax.Array
     k_sum: jax.Array | None = None  # dz there, [B, H, places, F] float32
 
