@@ -851,6 +851,38 @@ def test_documents_of_mosaic_gpu(
     check_segments(B, T, H, G, D, layout, rows=60, **options)
 
 
+@of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("dtype", "B", "T", "H", "G", "D", "layout", "options"),
+    [
+        ("bfloat16", 3, 9001, 1, 1, 40, "bthd", {"decay": "head", "causal": True}),
+        ("bfloat16", 2, 5000, 9, 3, 36, "bhtd", {"decay": "step", "causal": True}),
+        ("bfloat16", 2, 5001, 4, 4, 156, "bthd", {"causal": True, "return_state": True}),
+        ("bfloat16", 3, 5000, 4, 2, 200, "bthd", {"lengths": True, "feature_map": "exp"}),
+        ("bfloat16", 3, 5000, 3, 3, 100, "bthd", {"decay": "channel", "lengths": True}),
+        ("float16", 2, 5003, 4, 2, 100, "bthd", {"causal": True, "feature_map": "relu"}),
+        ("float32", 3, 3001, 2, 2, 128, "bthd", {"causal": True, "lengths": True}),
+        ("float32", 2, 3001, 4, 2, 72, "bhtd", {}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_calls_that_are_fitted(
+    dtype: str, B: int, T: int, H: int, G: int, D: int, layout: str, options: dict[str, Any]
+) -> None:
+    """Sizes, heads and lengths that kernels take as others (`fits.py`)."""
+    needs_hopper()
+    qkv = arrays(dtype, B=B, T=T, H=H, G=G, D=D, layout=layout)
+    options = {"causal": "decay" in options} | options | {"layout": layout}
+    if options.pop("lengths", False):
+        options |= dict.fromkeys(("q_lengths", "kv_lengths"), np.linspace(T // 3, T, B).astype(int))
+    if kind := options.pop("decay", None):
+        widths = {"head": (G,), "step": (B, T, G), "channel": (B, T, G, D)}[kind]
+        decay = -jax.random.uniform(jax.random.key(3), widths) / 10
+        swaps = kind != "head" and layout == "bhtd"
+        options["decay"] = jnp.swapaxes(decay, 1, 2) if swaps else decay
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
+
+
 @of_random_features
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("D", "count"), [(64, 128), (128, 128), (48, 240)])
