@@ -22,8 +22,9 @@ up to 128 columns, D = V = 64 included (`float32.py`, `float32_causal.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
 every query sees every key, gradients are made without such arrays (`projected_whole.py`).
-Lengths and causal segments are rows that do not count and steps with a decay (`steps.py`). All else
-is Triton's.
+Lengths and causal segments are rows that do not count and steps with a decay (`steps.py`). Other
+numbers of columns, heads and rows, and other lengths, are made to fit (`fitted.py`). All else is
+Triton's.
 """
 
 from __future__ import annotations
