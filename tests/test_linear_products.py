@@ -265,3 +265,28 @@ def test_xla_by_name_is_plain_jax() -> None:
         choices.APIS["linear_attention"].OP, None, "xla", choices.described("H100"), False
     )
     assert choosing.candidates(call, "forward") == ("xla",)
+
+
+@pytest.mark.parametrize("decay", [None, "head", "step"])
+def test_strict_programs(decay: str | None) -> None:
+    """With 64-bit numbers on, and without promotion of ranks, gradients are the same."""
+    q, k, v, g = (
+        jax.random.normal(key, (1, 300, 16, 136), jnp.float16)
+        for key in jax.random.split(jax.random.key(0), 4)
+    )
+    gates = {None: None, "head": -jnp.full(16, 0.1), "step": -jnp.full((1, 300, 16), 0.1)}[decay]
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, gates: Any, g: jax.Array) -> Any:
+        def call(q: jax.Array, k: jax.Array, v: jax.Array, gates: Any) -> jax.Array:
+            lengths = jnp.array([290], jnp.int32)
+            options: Any = {"q_lengths": lengths, "kv_lengths": lengths, "causal": True}
+            return ato_jax.linear_attention(
+                q, k, v, decay=gates, implementation="xla.products", **options
+            )
+
+        return jax.vjp(call, q, k, v, gates)[1](g)
+
+    wanted = gradients(q, k, v, gates, g)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
+        found = gradients(q, k, v, gates, g)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)

@@ -13,6 +13,7 @@ import pytest
 import ato_jax
 from ato_jax.device import describe
 from ato_jax.ops.linear_attention import mosaic_gpu, xla
+from ato_jax.ops.linear_attention.mosaic_gpu import narrow
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Outputs
 from tests import numerics
 from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
@@ -104,16 +105,23 @@ def test_steps(shape: str, layout: str, words: str, names: str) -> None:
         return
     config = xla.default_config(fit.spec, describe(jax.devices()[0]))
 
-    def run(given: Inputs, cotangents: Outputs) -> Inputs:
-        outputs = fit.outputs_kept(kept)
-        assert jax.tree.map(jnp.shape, outputs) == jax.tree.map(jnp.shape, cotangents)
-        return xla.backward(fit.spec, config, mosaic_gpu.Residuals(given, outputs), cotangents)
+    def run(spec: Any, *, residuals: Any, cotangents: Outputs) -> Inputs:
+        assert spec == fit.spec
+        # What the forward pass kept is there, its outputs too, unless a state needs more rows.
+        same = fit == mosaic_gpu._fit(mosaic_gpu._with_state(wanted.request.spec), "backward")
+        assert same or "lengths" in words
+        outputs = inner if same else found_inside
+        both = (jax.tree.map(np.asarray, x) for x in (outputs, residuals.outputs))
+        np.testing.assert_equal(*both)
+        assert type(residuals.outputs) is type(outputs)
+        residuals = residuals._replace(outputs=residuals.outputs.plain())
+        return xla.backward(spec, config, residuals, cotangents)
 
-    inner = xla.forward(fit.spec, config, fit.inputs(inputs))
-    kept = fit.kept(inner)
-    np.testing.assert_equal(*(jax.tree.map(np.asarray, x) for x in (inner, fit.outputs_kept(kept))))
-    outputs = fit.outputs(inner)
-    gradients = fit.gradients(run, inputs, wanted.outputs_cotangents)
+    found_inside = xla.forward(fit.spec, config, fit.inputs(inputs))
+    inner = narrow.Kept(*found_inside, found_inside.state)
+    outputs = fit.outputs(found_inside)
+    residuals = mosaic_gpu.Residuals(inputs, fit.kept(inner))
+    gradients = mosaic_gpu._fitted(run, spec, residuals, wanted.outputs_cotangents)
     found = numerics.users_outputs(OP, wanted.request, outputs)
     for name, gradient in numerics.users_gradients(wanted.arrays, gradients).items():
         found[name] = gradient.astype(wanted.result_dtype(name))

@@ -1,14 +1,15 @@
-"""Calls that no kernel takes as they are, as calls that kernels take.
+"""Rewrites a call that no kernel supports into one that a kernel supports, and maps its outputs and
+gradients back.
 
 Each step changes one thing of a call and says how its inputs and outputs become those of the call
 behind it:
 
     Folded      the entries of a batch of one head each are heads of one entry
     Expanded    each query head has a head of keys of its own
-    Counted     rows beyond a length hold what counts for nothing, in place of lengths
+    Counted     rows beyond a length hold keys and values that contribute 0, in place of lengths
     Padded      rows, columns and heads up to the sizes that kernels take
 
-A key that counts for nothing has features of 0 and values of 0, and a query of features 0 has an
+Such a key has features of 0 and values of 0, and a query of features 0 has an
 output of 0 (`FILLERS`). XLA writes the arrays anew, so such a call takes the time of a few copies
 more. Gradients go back through the same steps: they are functions of arrays, which JAX transposes.
 """
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ato_jax import programs
 from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
 
@@ -63,7 +65,7 @@ class Step:
         raise NotImplementedError
 
     def given(self, outputs: Outputs) -> Outputs:
-        """The inverse of `outputs`."""
+        """The inverse of `outputs`; padding becomes 0."""
         raise NotImplementedError
 
 
@@ -152,7 +154,7 @@ class Counted(Step):
         if lengths is None:
             return x
         axis = self.before.layout.index("t")
-        counted = jnp.arange(x.shape[axis], dtype=jnp.int32) < lengths[:, None]
+        counted = jnp.arange(x.shape[axis], dtype=jnp.int32)[None] < lengths[:, None]
         shape = [len(lengths) if a == 0 else -1 if a == axis else 1 for a in range(x.ndim)]
         return jnp.where(counted.reshape(shape), x, jnp.asarray(other, x.dtype))
 
@@ -206,8 +208,8 @@ def _size(spec: LinearAttentionSpec, axis: str) -> int:
 
 
 class Kept(NamedTuple):
-    """`Outputs` of the call before all steps, and what the kernels kept for the gradients but for
-    the outputs of theirs."""
+    """`Outputs` of the call before all steps, and what the kernels saved for the backward
+    pass, without their outputs."""
 
     out: jax.Array
     state: LinearState
@@ -217,11 +219,22 @@ class Kept(NamedTuple):
         return Outputs(self.out, self.state)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Fit:
-    """The steps from a call to one that kernels take, `spec`."""
+    """The steps from a call to one that kernels take, `spec`.
+
+    Two are equal where their arrays have the same sizes, whether a state is returned or not.
+    """
 
     steps: tuple[Step, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fit) and self._sizes() == other._sizes()
+
+    def _sizes(self) -> list[Any]:
+        specs = (step.after for step in self.steps)
+        stateless = (dataclasses.replace(spec, return_state=False) for spec in specs)
+        return list(zip(map(type, self.steps), stateless, strict=True))
 
     @property
     def spec(self) -> LinearAttentionSpec:
@@ -251,6 +264,7 @@ class Fit:
         whole = self.given(outputs.plain())
         return outputs.inner._replace(**whole._asdict()) if isinstance(outputs, Kept) else whole
 
+    @programs.promoting_ranks
     def gradients(
         self, run: Callable[[Inputs, Outputs], Inputs], inputs: Inputs, cotangents: Outputs
     ) -> Inputs:
@@ -274,7 +288,8 @@ class Fit:
 
 
 def fills(fit: Fit) -> bool:
-    """Whether the features of what the steps add are 0, as they have to be."""
+    """Whether the features of what the steps add are 0, as they have to be. Those of padded heads
+    need not be: their values are 0."""
     adds = any(isinstance(step, Counted) for step in fit.steps)
     for step in fit.steps:
         sizes = ((spec.D, spec.T, spec.S) for spec in (step.before, step.after))

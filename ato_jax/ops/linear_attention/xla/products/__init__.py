@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ato_jax import programs
 from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention import fits
@@ -64,6 +65,7 @@ def _fit(spec: LinearAttentionSpec) -> fits.Fit | None:
     return fit if fit.spec != spec and fits.fills(fit) else None
 
 
+@programs.promoting_ranks
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     if fit := _fit(spec):
         return fit.outputs(forward(fit.spec, config, fit.inputs(inputs)))
@@ -72,6 +74,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
     return whole.forward(spec, inputs)
 
 
+@programs.promoting_ranks
 def backward(
     spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:

@@ -397,7 +397,9 @@ def backward(
         return LinearState(later, r), (found, found_decay)
 
     zeros: Any = tuple(jnp.zeros_like(array) for array in call.inputs[:3])
-    d_decay = jnp.zeros((spec.B, spec.G, of.rows * of.segments)) if spec.decay else None
+    d_decay = None
+    if spec.decay:
+        d_decay = jnp.zeros((spec.B, spec.G, of.rows * of.segments), jnp.float32)
     carry = LinearState(*cotangents.state), (zeros, d_decay)
     state, (found, d_decay) = _each_segment(call, body, carry, reverse=True)
     if spec.decay:
