@@ -166,7 +166,7 @@ def test_calls_compile(call: Call, launches: int, spills: dict[str, int]) -> Non
 @requires_plugin
 def test_what_does_not_compile_says_so() -> None:
     with pytest.raises(RuntimeError, match="needs D and V"):
-        compile_call(Call(1, 16384, 8, 72))
+        compile_call(Call(1, 16384, 8, 300))
 
 
 OUTPUT = Compiled("output", 96, 8, True)
