@@ -79,7 +79,8 @@ SHARED = (
     *(
         f"ato_jax.{name}"
         for name in (
-            "autodiff", "backend", "device", "launch", "meshes", "partitioning", "shapes",
+            "autodiff", "backend", "device", "launch", "meshes", "partitioning", "programs",
+            "shapes",
         )
     ),
     *(name for name in modules() if within(name, KIT)),
