@@ -32,8 +32,8 @@ LEAST_DECAY_IN_FLOAT16 = -50.0
 # Hopper's kernels, a decay per head or step: m is the middle of a chunk of 64 rows. Both factors
 # are rounded to bfloat16, and states are multiplied by the features' factor, too.
 MOST_LOST_OF_CHUNK = 60.0
-# The same kernels in float16, whose normal numbers end at 2^-14 and 2^16: features that carry a
-# factor from 2^-8 to 2^8 are brought to at most 2^7 before (`mosaic_gpu/powers.py`).
+# The same kernels in float16. Its normal numbers lie between 2^-14 and 2^16. The decay multiplies
+# features by 2^-8 to 2^8, so features are scaled to at most 2^7 before (`mosaic_gpu/powers.py`).
 MOST_LOST_IN_FLOAT16 = 8.0
 # Hopper's kernels, a decay per step and channel: m is the middle of a turn of 2 to 64 rows, and a
 # half of two rows, which is one step, must never be steep.

@@ -70,7 +70,8 @@ class Step:
 
 
 class Folded(Step):
-    """Of one head, without lengths and segments."""
+    """Turns a batch of single heads into the heads of one batch entry. The call has neither lengths
+    nor segments."""
 
     @classmethod
     def of(cls, spec: LinearAttentionSpec) -> Folded:
@@ -260,7 +261,8 @@ class Fit:
         return Kept(*self.outputs(inner.plain()), inner._replace(out=None, state=None))
 
     def outputs_kept(self, outputs: Any) -> Any:
-        """The reverse; or the last call's outputs, where another forward pass made them."""
+        """Undoes `kept`. Where another backend made the outputs, these are returned in the sizes of
+        the last call."""
         whole = self.given(outputs.plain())
         return outputs.inner._replace(**whole._asdict()) if isinstance(outputs, Kept) else whole
 
@@ -268,7 +270,7 @@ class Fit:
     def gradients(
         self, run: Callable[[Inputs, Outputs], Inputs], inputs: Inputs, cotangents: Outputs
     ) -> Inputs:
-        """Of the first call, of `run`, which gives those of the last."""
+        """The gradients of the first call. `run` computes those of the last call."""
 
         def numbers(inputs: Inputs) -> Inputs:
             return Inputs(*inputs[:5])

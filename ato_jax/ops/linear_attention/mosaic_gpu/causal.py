@@ -395,8 +395,8 @@ def backward_by_channel(
     cotangents: Outputs,
     fallback: Fallback,
 ) -> Inputs:
-    """The gradients of a call with a gate per channel. `spec` is the user's call, which no tile has
-    padded yet: `fallback`, another backend's backward pass, takes it as it is."""
+    """The gradients of a call with a gate per channel. `spec` is the call after `fits.py`
+    and before tiles pad it: `fallback`, another backend's backward pass, takes it as it is."""
     if channel_blocks.is_cut(spec):
         return _backward_in_blocks(spec, config, residuals, cotangents, fallback)
     in_tiles = narrow.in_tiles(spec)

@@ -128,7 +128,7 @@ class Walk:
 
     @property
     def out_halves(self) -> range:
-        """The same of values and outputs."""
+        """The halves of the columns of values and outputs."""
         return _halves(frame.widths_of(self.spec)[int(not self.of.turned)])
 
     def columns(self, name: str) -> int:

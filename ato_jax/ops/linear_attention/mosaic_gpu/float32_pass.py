@@ -1,4 +1,4 @@
-"""What a pass of `float32_pairs.py` is of: its arrays, its maps, and how 64 rows of it end."""
+"""One pass of `float32_pairs.py`: its arrays, its feature maps, and the last step for 64 rows."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ By the gradients of these kernels, with 256 rows of scale 2.5, the worst row of 
 The pull-back is a difference, in which the roundings of S, of dS and of the features to bfloat16
 weigh; that of the features' gradient itself adds little (`triton/projected.py`). So gradients have
 kernels of their own where every query sees every key (`projected_whole.py`), which read and
-write 9 such rows, at any number of features. Other gradients are Triton's.
+write 9 such rows, at any number of features. Causal gradients are those
+of the float32 kernels (`float32_causal.py`). All others are Triton's.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def inner_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> Inputs:
 
 
 def inputs_in_parts(spec: LinearAttentionSpec, inputs: Inputs) -> Inputs:
-    """What the call of `in_parts` takes."""
+    """The inputs of the call whose spec is `in_parts`."""
     (projection,) = inputs.feature_parameters
     q, k = (random_features.features_of(x, projection, F32) for x in (inputs.q, inputs.k))
     return inputs._replace(q=q, k=k, v=inputs.v.astype(F32), feature_parameters=())

@@ -301,7 +301,7 @@ def _states_before(call: _Call) -> LinearState:
 
 
 class _Rows(NamedTuple):
-    """What the backward pass makes of a segment's query rows, in float32."""
+    """The arrays that the backward pass computes from a segment's query rows, in float32."""
 
     pairs: jax.Array  # P [B, G, N, M, C]
     w: jax.Array  # [B, G, N, M, 1]
