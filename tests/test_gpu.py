@@ -1723,7 +1723,9 @@ def test_large_heads_of_linear_attention(dtype: str, D: int, V: int, causal: boo
 @of_linear_attention
 @pytest.mark.parametrize("scale", [0.05, 1.0])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("dtype", "D", "V"), [("bfloat16", 512, 512), ("float16", 320, 272)])
+@pytest.mark.parametrize(
+    ("dtype", "D", "V"), [("bfloat16", 512, 512), ("float16", 320, 272), ("float16", 155, 147)]
+)
 def test_states_above_256_columns_by_products(
     dtype: str, D: int, V: int, causal: bool, scale: float
 ) -> None:
@@ -1731,20 +1733,26 @@ def test_states_above_256_columns_by_products(
     check("linear_attention", *qkv, causal=causal, implementation="xla.products")
 
 
+BY_PRODUCTS = [
+    ("float16", 155, None),
+    ("float32", 155, "tf32"),
+    ("float32", 99, "highest"),
+    ("bfloat16", 272, None),
+]
+
+
 @of_linear_attention
-@pytest.mark.parametrize("name", [None, "head", "step", "segments"])
-@pytest.mark.parametrize(
-    ("dtype", "D", "precision"),
-    [("float16", 155, None), ("float32", 155, "tf32"), ("bfloat16", 272, None)],
-)
+@pytest.mark.parametrize("name", ["head", "step", "segments"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("dtype", "D", "precision"), BY_PRODUCTS)
 def test_products_with_decays_and_segments(
-    dtype: str, D: int, precision: str | None, name: str | None
+    dtype: str, D: int, precision: str | None, name: str, causal: bool
 ) -> None:
     B, T, G = 2, 1100, 4
-    options = {} if name is None else linear_options(name, B, T, D, G, V=147)
+    options = linear_options(name, B, T, D, G, V=147)
     qkv = arrays(dtype, B=B, T=T, H=G, G=G, D=D, V=147)
-    options = {"causal": True, "precision": precision} | options
-    check("linear_attention", *qkv, **options, implementation="xla.products")
+    options |= {"causal": causal, "precision": precision, "implementation": "xla.products"}
+    check("linear_attention", *qkv, **options)
 
 
 @of_linear_attention

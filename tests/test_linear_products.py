@@ -27,9 +27,10 @@ TF32 = {"precision": "tf32"}
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two segments of two chunks at 300 rows, and no least number of rows of heads."""
+    """Two segments of two chunks at 300 rows, one batch entry after the other, and no least number
+    of rows of heads."""
     monkeypatch.setattr(large_states, "LEAST_ROWS_OF_HEADS", 1)
-    monkeypatch.setattr(products, "default_config", lambda spec, device: products.Config(80, 2))
+    monkeypatch.setattr(products, "default_config", lambda spec, device: products.Config(80, 2, 1))
     monkeypatch.setattr(
         type(products.BACKEND), "default_config", staticmethod(products.default_config)
     )
@@ -117,6 +118,8 @@ TWO = SMALLER | {"B": 2}
 MORE = SMALLER | {"B": 2, "H": 4, "G": 4}
 LENGTHS = dict.fromkeys(("q_lengths", "kv_lengths"), [299, 170])
 STATES = {"initial_state": state(**TWO), "return_state": True}
+# Exact float32 takes gated heads of these sizes.
+EXACT = MORE | {"D": 41, "V": 23}
 GATED: list[tuple[str, dict[str, int], str | None, dict[str, Any]]] = [
     ("float16", SMALLER, "step", {}),
     ("float16", TWO | {"H": 6}, "step", {"layout": "bhtd"} | LENGTHS | STATES),
@@ -129,20 +132,24 @@ GATED: list[tuple[str, dict[str, int], str | None, dict[str, Any]]] = [
     ("bfloat16", {"H": 4}, "step", {}),
     ("bfloat16", {}, "step", {"feature_map": "silu", "segment_ids": [[0] * 170 + [1] * 130]}),
     ("bfloat16", {"H": 4, "G": 4}, "head", {}),
+    ("float32", EXACT, "step", {}),
+    ("float32", EXACT | {"H": 8}, "head", {"segment_ids": np.repeat(RUNS, 2, 0)} | LENGTHS),
+    ("float32", EXACT, None, {"segment_ids": np.repeat(RUNS, 2, 0), "feature_map": "relu"}),
 ]
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "sizes", "decay", "options"), GATED)
 def test_decays_and_segments_are_within_the_budgets(
-    dtype: str, sizes: dict[str, int], decay: str | None, options: dict[str, Any]
+    dtype: str, sizes: dict[str, int], decay: str | None, options: dict[str, Any], causal: bool
 ) -> None:
     layout = options.get("layout", "bthd")
     arrays = draw(dtype, layout, **sizes)
     options = {
         name: np.array(value) if name.endswith(("lengths", "ids")) else value
         for name, value in options.items()
-    } | {"causal": True}
+    } | {"causal": causal}
     if decay:
         options["decay"] = gates(decay, layout, **sizes)
     wanted = numerics.oracle("linear_attention", *arrays, **options)
@@ -150,6 +157,45 @@ def test_decays_and_segments_are_within_the_budgets(
         "linear_attention", "xla.products", *arrays, cotangents=wanted.cotangents, **options
     )
     numerics.compare(result, wanted)
+
+
+@pytest.mark.usefixtures("small")
+def test_queries_of_other_lengths_than_keys() -> None:
+    """Where every query sees every key, padded keys have no decay, and padded queries see none."""
+    arrays = draw("float16", **MORE)
+    lengths = {"q_lengths": np.array([299, 100]), "kv_lengths": np.array([250, 299])}
+    options = {"decay": gates("step", **MORE)} | lengths
+    wanted = numerics.oracle("linear_attention", *arrays, **options)
+    result = numerics.run(
+        "linear_attention", "xla.products", *arrays, cotangents=wanted.cotangents, **options
+    )
+    numerics.compare(result, wanted)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("chunk", [96, 300])
+def test_chunks_and_batches_are_no_matter(
+    causal: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one, or 50 rows of a batch entry after the other."""
+    monkeypatch.setattr(large_states, "LEAST_ROWS_OF_HEADS", 1)
+    arrays = draw("float32", **EXACT)
+    ids = np.repeat(np.repeat([0, 1, 2], [99, 101, 99])[None], 2, 0)
+
+    def gradients(config: products.Config) -> Any:
+        config_of = staticmethod(lambda spec, device: config)
+        monkeypatch.setattr(type(products.BACKEND), "default_config", config_of)
+        jax.clear_caches()
+
+        def attend(*qkv: jax.Array) -> jax.Array:
+            gated = {"decay": gates("head", **EXACT), "segment_ids": ids, "causal": causal}
+            return ato_jax.linear_attention(*qkv, **gated, implementation="xla.products")
+
+        out, pull = jax.vjp(attend, *arrays)
+        return out, pull(jnp.cos(out))
+
+    one, other = gradients(products.Config(chunk, 9, 2)), gradients(products.Config(50, 2, 1))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), one, other)
 
 
 @pytest.mark.usefixtures("small")
@@ -226,8 +272,8 @@ def test_a_card_that_cuts_operands_to_tf32_loses_nothing(
         return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     wanted, product = results(), rows.product
-    monkeypatch.setattr(rows, "product", lambda equation, left, right, dtype: product(
-        equation, cut(left), cut(right), dtype))  # fmt: skip
+    monkeypatch.setattr(rows, "product", lambda spec, equation, left, right, dtype: product(
+        spec, equation, cut(left), cut(right), dtype))  # fmt: skip
     jax.clear_caches()
     for name, found in results().items():
         np.testing.assert_array_equal(found, wanted[name])
@@ -241,18 +287,31 @@ def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> N
 
     assert backends(D=512) == backends(D=320, causal=True) == ["xla.products"] * 3
     assert backends(D=256) == ["mosaic_gpu"] * 3
-    assert backends(D=512, dtype="float32") == ["xla"] * 3
+    assert backends(D=512, dtype="float32") == backends(D=192, dtype="float32") == ["xla"] * 3
     assert backends(D=192, V=320) == ["triton"] * 3
+    every_gate: Any = {"decay": "step"}, {"decay": "head"}, {"documents": 512}
     for dtype in ({"dtype": "float16"}, {"dtype": "float32", "tf32": True}):
         assert backends(D=155, **dtype) == backends(D=64, V=144, **dtype) == ["xla.products"] * 3
         assert backends(D=256, causal=True, **dtype) == ["xla.products"] * 3
         assert "xla.products" not in backends(D=128, **dtype)
-        assert backends(D=155, T=128, **dtype) == backends(D=155, H=1, T=2048, **dtype)
+        assert backends(D=155, T=128, B=4, **dtype) == ["xla.products"] * 3
+        assert "xla.products" not in backends(D=155, T=48, B=64, **dtype)
         assert "xla.products" not in backends(D=155, T=128, **dtype)
-        for gated in ({"decay": "step"}, {"decay": "head"}, {"documents": 512}):
+        for gated in every_gate:
             assert backends(D=155, causal=True, **gated, **dtype) == ["xla.products"] * 3
-            assert "xla.products" not in backends(D=155, **gated, **dtype)
-    for gated in ({"decay": "step"}, {"decay": "head"}, {"documents": 512}):
+            assert backends(D=155, **gated, **dtype) == ["xla.products"] * 3
+            assert backends(D=96, **gated, **dtype) == ["triton", *["xla.products"] * 2]
+            assert backends(D=64, **gated, **dtype) == ["triton"] * 3
+    for gated in every_gate:
+        for causal in (False, True):
+            for D in (80, 256):
+                found = backends(D=D, dtype="float32", causal=causal, **gated)
+                assert found == ["xla.products"] * 3
+            wanted = "xla.products" if causal and "decay" in gated else "triton"
+            found = backends(D=64, dtype="float32", causal=causal, **gated)
+            assert found == ["triton", wanted, wanted]
+            assert backends(D=192, causal=causal, **gated) == ["triton"] * 3
+    for gated in every_gate:
         assert backends(D=512, causal=True, **gated) == ["xla.products"] * 3
     assert backends(D=512, causal=True, decay="channel") == ["xla"] * 3
     q, k, v = draw("bfloat16", T=4096, S=4096)

@@ -1,50 +1,81 @@
-"""Which calls have states so large that products of plain JAX (`xla/products`) beat kernels.
+"""Which calls products of plain JAX (`xla/products`) take, since kernels are slow at their states.
 
 That backend refuses all other calls, and the Triton kernels, which stand before it in the order of
-backends, yield these. No backend imports another, so the rule is here.
+backends, yield those that products are faster at. No backend imports another, so the rules are
+here. Hopper's kernels come before both.
 """
 
 from __future__ import annotations
 
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# Up to so many columns kernels hold the states. In float16 and TF32 Hopper's kernels take no more,
-# and Triton's, which take up to 256, stay far from what the bytes allow: on an H200, B11 H1 T33730
-# D155 in float16 took 7 ms, and causally B2 H61 G1 T5615 D147 11 ms, 5 to 8 TFLOP/s.
-LARGEST_HELD = {"bfloat16": 256, "float16": 128, "float32": 128}
-# Fewer rows do not average out the roundings of states, and leave most of a card idle.
-LEAST_ROWS = 256
+# The largest states that kernels serve well, by their columns: without a decay and segments, and
+# with them. Triton's kernels stay far from what the bytes allow beyond these.
+LARGEST_HELD = {
+    "bfloat16": (256, 256),
+    "float16": (128, 64),
+    "tf32": (128, 64),
+    "float32": (128, 32),
+}
+# Exact float32 beyond that, and where one state serves all queries, is left to `xla`, which is no
+# slower than Triton's kernels there, and has every derivative.
+MOST_EXACT = 256
+# Fewer rows do not average out the roundings of states.
+LEAST_ROWS = {"bfloat16": 256, "float16": 64, "tf32": 64, "float32": 64}
+# Fewer leave most of a card idle.
 LEAST_ROWS_OF_HEADS = 2**12
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Why `xla/products` does not take the call; None where it does."""
-    if spec.dtype == "float32" and spec.precision != "tf32":
-        return 'takes bfloat16, float16, and float32 with precision="tf32", got exact float32'
-    held = LARGEST_HELD[spec.dtype]
+    gated = bool(spec.decay or spec.segments)
+    dtype = spec.precision if spec.precision == "tf32" else spec.dtype
+    held = LARGEST_HELD[dtype][gated]
     if max(spec.F, spec.V) <= held:
-        return f"takes D or V above {held} in {spec.dtype}, got D={spec.D}, V={spec.V}"
+        beside = " with a decay or segments" * gated
+        return f"takes D or V above {held} in {dtype}{beside}, got D={spec.D}, V={spec.V}"
+    one_state = not (spec.causal or gated)
+    if dtype == "float32" and (one_state or max(spec.F, spec.V) > MOST_EXACT):
+        return (
+            "takes exact float32 that is causal or has a decay or segments, up to D and V of "
+            f"{MOST_EXACT}, got D={spec.D}, V={spec.V}"
+        )
     if not spec.feature_map.elementwise or spec.feature_map.parameters:
         return f"feature map {spec.feature_map.name!r} is not elementwise or closes over arrays"
-    if (spec.decay or spec.segments) and not spec.causal:
-        return "does not support a decay or segments without causal=True"
     if spec.decay == "channel":
         return "does not support a decay per step and channel"
     if spec.segments == "cross":
         return "does not support segments of queries and keys that differ"
     if spec.causal and (spec.T != spec.S or spec.offset != 0):
         return f"needs T = S and equal lengths where causal, got {spec.T} and {spec.S}"
-    if min(spec.T, spec.S) < LEAST_ROWS or spec.B * spec.H * spec.T < LEAST_ROWS_OF_HEADS:
+    if (spec.decay or spec.segments) and spec.T != spec.S:
+        return f"needs T = S with a decay or segments, got {spec.T} and {spec.S}"
+    least = LEAST_ROWS[dtype]
+    if min(spec.T, spec.S) < least or spec.B * spec.H * spec.T < LEAST_ROWS_OF_HEADS:
         return (
-            f"needs T and S of at least {LEAST_ROWS} and B * H * T of at least "
+            f"needs T and S of at least {least} and B * H * T of at least "
             f"{LEAST_ROWS_OF_HEADS}, got B={spec.B}, H={spec.H}, T={spec.T}, S={spec.S}"
         )
     return None
 
 
-def beats_kernels(spec: LinearAttentionSpec) -> bool:
+def beats_kernels(spec: LinearAttentionSpec, backward_follows: bool) -> bool:
     """Whether products are faster than Triton's kernels, where both take the call.
 
-    In bfloat16 those hold up to 512 columns of V beside 256 of D, and only D is too large.
+    On an H200, ms by products and by Triton's kernels, forward, and with gradients: T 16384 with a
+    decay per step, causal, float32 B2 H16 D128 3.8 (4.2), 14.8 (37.0), B4 H12 D80 4.6 (4.5), 17.2
+    (35.8), B8 H8 D64 3.2 (2.9), 12.5 (17.9); TF32 D128 3.0 (2.3), 11.0 (15.3), D64 3.1 (1.8), 12.1
+    (8.6). Segments that every query sees whole: float32 D128 6.2 (9.5), 26.1 (138), D64 5.5 (4.0),
+    22.8 (19.0); float16 D128 4.3 (4.8), 16.6 (39.8), D64 4.8 (3.0), 17.9 (8.0). Of a call of a
+    hundredth of these rows the ratios are about the same.
     """
-    return spec.dtype != "bfloat16" and unsupported(spec, "forward") is None
+    if spec.dtype == "bfloat16" or unsupported(spec, "forward") is not None:
+        # In bfloat16 only states that those kernels do not hold are left to products: D192 causal
+        # with a decay per step and gradients took 10.1 ms, by Triton's kernels 3.8.
+        return False
+    columns = max(spec.F, spec.V)
+    if columns > 128:
+        return True
+    if spec.dtype == "float16" or spec.precision == "tf32":
+        return backward_follows
+    return columns > 64 or bool(spec.causal and spec.decay and backward_follows)

@@ -93,7 +93,7 @@ def blocks_of_values(spec: LinearAttentionSpec, config: Config, phase: str) -> i
 def beats_later_backends(
     spec: LinearAttentionSpec, device: Device, backward_follows: bool
 ) -> bool:
-    return not large_states.beats_kernels(spec)
+    return not large_states.beats_kernels(spec, backward_follows)
 
 
 def _kernels(spec: LinearAttentionSpec) -> Any:

@@ -15,6 +15,11 @@ first order and reverse mode alone.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from ato_jax import programs
 from ato_jax.backend import Backend
@@ -22,39 +27,67 @@ from ato_jax.device import Device
 from ato_jax.ops.linear_attention import fits
 from ato_jax.ops.linear_attention.large_states import unsupported as unsupported
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
-from ato_jax.ops.linear_attention.xla.products import causal, whole
+from ato_jax.ops.linear_attention.xla.products import walk, whole
 
-# Rows of a chunk, by the largest number of columns: a row has C pairs and shares a state of F * V
-# with C rows, which is the same where C is the root of F * V. 512 steps of the strongest decay are
-# what float32 adds exactly in the parts that `gates.py` makes of decays.
-SMALL_CHUNK, CHUNK = 256, 512
+# Rows of a chunk: a row has C pairs and shares a state of F * V with C rows, which is the same
+# where C is the root of F * V. 512 steps of the strongest decay are what float32 adds exactly in
+# the parts that `gates.py` makes of decays.
+LEAST_CHUNK, MOST_CHUNK = 64, 512
 ALIGNED = 8  # columns
 # The most chunks of a segment: their states are added up one after another, which the program says
 # for each of them.
 MOST_CHUNKS = 32
 # The most elements of an array of a segment, on which all passes are done before the next one: what
-# lies between them takes about twenty such arrays.
+# lies between them takes about twenty such arrays, and they stay in a card's cache.
 SEGMENT_SIZE = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Where causal.
+    """Where rows are in chunks.
 
     Attributes:
       chunk: rows whose pairs are multiplied.
       chunks: the most chunks of a segment.
+      batch: batch entries that are done before the next ones; a divisor of B.
     """
 
     chunk: int
     chunks: int
+    batch: int
 
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
-    columns = max(spec.F, spec.V)
-    chunk = SMALL_CHUNK if columns <= SMALL_CHUNK else CHUNK
-    fit = SEGMENT_SIZE // max(1, spec.B * spec.H * chunk * columns)
-    return Config(chunk, min(MOST_CHUNKS, max(1, fit)))
+    columns = fits.up(max(spec.F, spec.V), LEAST_CHUNK)
+    chunk = min(columns, MOST_CHUNK)
+    fit = SEGMENT_SIZE // max(1, spec.H * chunk * columns)
+    batch = max(size for size in range(1, spec.B + 1) if spec.B % size == 0 and size <= max(1, fit))
+    return Config(chunk, min(MOST_CHUNKS, max(1, fit // batch)), batch)
+
+
+def _in_batches(
+    spec: LinearAttentionSpec, config: Config, run: Callable[..., Any], inputs: Inputs, *more: Any
+) -> Any:
+    """`run` of `config.batch` batch entries after another. A decay per head is of all of them."""
+    count = spec.B // config.batch
+    if count == 1:
+        return run(spec, inputs, *more)
+    part = dataclasses.replace(spec, B=config.batch)
+    shared = inputs.decay if spec.decay == "head" else None
+    if shared is not None:
+        inputs = inputs._replace(decay=None)
+
+    def one(trees: Any) -> Any:
+        inputs, *more = trees
+        return run(part, inputs if shared is None else inputs._replace(decay=shared), *more)
+
+    split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (inputs, *more))
+    found = jax.lax.map(one, split)
+    of_heads = found.decay if isinstance(found, Inputs) and shared is not None else None
+    if of_heads is not None:
+        found = found._replace(decay=None)
+    found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+    return found if of_heads is None else found._replace(decay=jnp.sum(of_heads, axis=0))
 
 
 def _fit(spec: LinearAttentionSpec) -> fits.Fit | None:
@@ -65,13 +98,22 @@ def _fit(spec: LinearAttentionSpec) -> fits.Fit | None:
     return fit if fit.spec != spec and fits.fills(fit) else None
 
 
+def _in_chunks(spec: LinearAttentionSpec) -> bool:
+    return bool(spec.causal or spec.decay or spec.segments)
+
+
 @programs.promoting_ranks
 def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     if fit := _fit(spec):
         return fit.outputs(forward(fit.spec, config, fit.inputs(inputs)))
-    if spec.causal:
-        return causal.forward(spec, config.chunk, config.chunks, inputs)
-    return whole.forward(spec, inputs)
+    if not _in_chunks(spec):
+        return whole.forward(spec, inputs)
+
+    def run(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
+        return walk.forward(spec, config.chunk, config.chunks, inputs)
+
+    found: Outputs = _in_batches(spec, config, run, inputs)
+    return found
 
 
 @programs.promoting_ranks
@@ -81,13 +123,18 @@ def backward(
     if fit := _fit(spec):
         kept = fit.given(residuals.outputs)
 
-        def run(given: Inputs, cotangents: Outputs) -> Inputs:
+        def fitted(given: Inputs, cotangents: Outputs) -> Inputs:
             return backward(fit.spec, config, Residuals(given, kept), cotangents)
 
-        return fit.gradients(run, residuals.inputs, cotangents)
-    if spec.causal:
-        return causal.backward(spec, config.chunk, config.chunks, residuals, cotangents)
-    return whole.backward(spec, residuals, cotangents)
+        return fit.gradients(fitted, residuals.inputs, cotangents)
+    if not _in_chunks(spec):
+        return whole.backward(spec, residuals, cotangents)
+
+    def run(spec: LinearAttentionSpec, inputs: Inputs, cotangents: Outputs) -> Inputs:
+        return walk.backward(spec, config.chunk, config.chunks, inputs, cotangents)
+
+    found: Inputs = _in_batches(spec, config, run, residuals.inputs, cotangents)
+    return found
 
 
 class _Products(Backend[LinearAttentionSpec, Config, Inputs, Outputs]):

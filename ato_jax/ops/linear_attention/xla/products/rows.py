@@ -1,10 +1,11 @@
 """What both forms share: the arrays of a call by heads, masked features, weights of rows, products.
 
 R = H / G query heads share a kv head. Products take operands of `operand_dtype` and accumulate in
-float32. bfloat16 stays bfloat16. float16 becomes float32, which a GPU multiplies in TF32: that has
-float16's mantissa, and sums over keys and quotients leave float16's range. Tensor cores cut a
-float32 operand off after TF32's 10 bits. Cut features are all too small, and errors of one sign do
-not average out, so operands are rounded to the nearest TF32 number here, which is exact on a card.
+float32. bfloat16 stays bfloat16, and exact float32 is multiplied as it is. float16 becomes float32,
+which a GPU multiplies in TF32: that has float16's mantissa, and sums over keys and quotients leave
+float16's range. Tensor cores cut a float32 operand off after TF32's 10 bits. Cut features are all
+too small, and errors of one sign do not average out, so operands are rounded to the nearest TF32
+number here, which is exact on a card.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ def operand_dtype(spec: LinearAttentionSpec) -> Any:
 MANTISSA_BITS = {jnp.bfloat16: 7, jnp.float32: 10}
 
 
+def is_exact(spec: LinearAttentionSpec) -> bool:
+    return spec.dtype == "float32" and spec.precision == "exact"
+
+
 def operand(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
     """x as a factor of a product."""
     dtype = operand_dtype(spec)
@@ -38,9 +43,12 @@ def operand(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
     return rounded(spec, x)
 
 
-def product(equation: str, left: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+def product(
+    spec: LinearAttentionSpec, equation: str, left: jax.Array, right: jax.Array, dtype: Any
+) -> jax.Array:
     """An einsum accumulated in float32 and rounded once to `dtype`."""
-    return jnp.einsum(equation, left, right, preferred_element_type=dtype)
+    precision = jax.lax.Precision.HIGHEST if is_exact(spec) else jax.lax.Precision.DEFAULT
+    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype)
 
 
 class Rows(NamedTuple):
@@ -89,6 +97,8 @@ def rounded(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
     Where two terms nearly cancel, both take the same roundings of what they have in common. A cast
     there and back would be none: XLA may remove it.
     """
+    if is_exact(spec):
+        return x
     bits = MANTISSA_BITS[operand_dtype(spec)]
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=bits)
 

@@ -66,13 +66,13 @@ def forward(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
     state = rows.initial(spec, inputs)
     phi_k, v, _ = _keys(spec, inputs)
     k = rows.operand(spec, phi_k)
-    S = state.kv + rows.product(f"{key_axes}f,{key_axes}v->bgfv", k, v, jnp.float32)
+    S = state.kv + rows.product(spec, f"{key_axes}f,{key_axes}v->bgfv", k, v, jnp.float32)
     z = state.k_sum + jnp.sum(phi_k, axis=key_axes.index("t"))
     q = _queries(spec, inputs, z)[0]
     factors = rows.parts_of_states(spec, S if spec.normalize else S * spec.scale)
     equation = f"{query_axes}f,bgfv->{query_axes}v"
     dtype = inputs.v.dtype if len(factors) == 1 and v.dtype == jnp.bfloat16 else jnp.float32
-    out, *rests = (rows.product(equation, q, factor, dtype) for factor in factors)
+    out, *rests = (rows.product(spec, equation, q, factor, dtype) for factor in factors)
     for rest in rests:
         out = out + rest
     return Outputs(rows.of_heads(spec, out.astype(inputs.v.dtype)), LinearState(S, z))
@@ -89,10 +89,12 @@ def backward(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Output
     d_out = rows.operand(spec, rows.keep(asked, rows.in_groups(spec, cotangents.out)))
     scale = 1.0 if spec.normalize else spec.scale
 
-    d_kv = rows.product(f"{query_axes}f,{query_axes}v->bgfv", q, d_out, jnp.float32) * scale
+    d_kv = rows.product(spec, f"{query_axes}f,{query_axes}v->bgfv", q, d_out, jnp.float32) * scale
     d_kv = d_kv + cotangents.state.kv
     equation = f"{query_axes}v,bgfv->{query_axes}f"
-    parts = [rows.product(equation, d_out, part, jnp.float32) for part in rows.in_parts(spec, S)]
+    parts = [
+        rows.product(spec, equation, d_out, part, jnp.float32) for part in rows.in_parts(spec, S)
+    ]
     of_state = sum(parts[1:], parts[0])
     num_flow = jnp.sum(q.astype(jnp.float32) * of_state, axis=-1, keepdims=True)  # out . do
     num_flow = rows.where_divided(spec, den, num_flow)
@@ -100,10 +102,10 @@ def backward(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Output
     over_rows = tuple(query_axes.index(axis) for axis in "tr")
     dz = -jnp.sum(q.astype(jnp.float32) * num_flow, axis=over_rows) + cotangents.state.k_sum
     d_kv_operand = rows.operand(spec, d_kv)
-    d_phi_k = rows.product(f"{key_axes}v,bgfv->{key_axes}f", v, d_kv_operand, jnp.float32)
+    d_phi_k = rows.product(spec, f"{key_axes}v,bgfv->{key_axes}f", v, d_kv_operand, jnp.float32)
     d_phi_k = d_phi_k + _over(key_axes, dz)
     k = rows.operand(spec, phi_k)
-    d_v = rows.product(f"{key_axes}f,bgfv->{key_axes}v", k, d_kv_operand, dtype)
+    d_v = rows.product(spec, f"{key_axes}f,bgfv->{key_axes}v", k, d_kv_operand, dtype)
     return Inputs(
         rows.of_heads(spec, rows.pull_back(spec, q_again, asked, d_phi_q)),
         rows.pull_back(spec, k_again, real, d_phi_k),
