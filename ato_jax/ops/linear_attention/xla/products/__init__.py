@@ -1,12 +1,13 @@
-"""Linear attention by large products, for large states (`large_states.py`): D or V above 256 in
-bfloat16, which no kernel holds, and above 128 in float16 and TF32, which Hopper's kernels refuse.
+"""Linear attention by large products, for states that kernels hold badly or not at all, by
+`large_states.py`: in bfloat16 D or V above 256, in the other dtypes also smaller ones.
 
-The products are einsums of bfloat16 or TF32 operands, which XLA hands to the card's library or
-compiles itself. Between them are elementwise passes, which XLA fuses. With 512 columns a
+The products are einsums of bfloat16, TF32 or float32 operands, which XLA hands to the card's
+library or compiles itself. Between them are elementwise passes, which XLA fuses. With 512 columns a
 product over all rows and heads takes as long as the bytes of its operands, so what counts is how
-few passes there are. `whole.py` is for calls where every query sees every key, `causal.py` cuts the
-rows into chunks, to which `gates.py` adds decays and segments. Both say their gradients: those that
-JAX would derive multiply float32 arrays.
+few passes there are. `whole.py` is for calls where every query sees every key. `walk.py` is for
+causal ones and for those with a decay or segments, which `gates.py` describes; `chunks.py` cuts
+their rows into chunks. Both say their gradients: those that JAX would derive multiply float32
+arrays.
 
 Its name is "xla.products". `implementation="xla"` does not take it, since its derivative is of
 first order and reverse mode alone.
