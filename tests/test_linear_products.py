@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -177,24 +178,24 @@ def test_queries_of_other_lengths_than_keys() -> None:
 def test_chunks_and_batches_are_no_matter(
     causal: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in one, or 50 rows of a batch entry after the other."""
+    """All in one, or 50 rows of two batch entries after the other, then of the third."""
     monkeypatch.setattr(large_states, "LEAST_ROWS_OF_HEADS", 1)
-    arrays = draw("float32", **EXACT)
-    ids = np.repeat(np.repeat([0, 1, 2], [99, 101, 99])[None], 2, 0)
+    arrays = draw("float32", **EXACT | {"B": 3})
+    ids = np.repeat(np.repeat([0, 1, 2], [99, 101, 99])[None], 3, 0)
 
     def gradients(config: products.Config) -> Any:
         config_of = staticmethod(lambda spec, device: config)
         monkeypatch.setattr(type(products.BACKEND), "default_config", config_of)
         jax.clear_caches()
 
-        def attend(*qkv: jax.Array) -> jax.Array:
-            gated = {"decay": gates("head", **EXACT), "segment_ids": ids, "causal": causal}
-            return ato_jax.linear_attention(*qkv, **gated, implementation="xla.products")
+        def attend(decay: jax.Array, *qkv: jax.Array) -> jax.Array:
+            options: Any = {"decay": decay, "segment_ids": ids, "causal": causal}
+            return ato_jax.linear_attention(*qkv, **options, implementation="xla.products")
 
-        out, pull = jax.vjp(attend, *arrays)
+        out, pull = jax.vjp(attend, gates("head", **EXACT), *arrays)
         return out, pull(jnp.cos(out))
 
-    one, other = gradients(products.Config(chunk, 9, 2)), gradients(products.Config(50, 2, 1))
+    one, other = gradients(products.Config(chunk, 9, 3)), gradients(products.Config(50, 2, 2))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), one, other)
 
 
@@ -316,6 +317,41 @@ def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> N
     assert backends(D=512, causal=True, decay="channel") == ["xla"] * 3
     q, k, v = draw("bfloat16", T=4096, S=4096)
     assert ato_jax.explain(ato_jax.linear_attention, q, k, v).implementation == "xla"
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("decay", [None, "step"])
+def test_a_segment_s_state_reaches_no_other_one(causal: bool, decay: str | None) -> None:
+    """Not even as a NaN, where a row's weight times another segment's state is beyond float32."""
+    q = jnp.zeros((1, 300, 2, 40))
+    k = jnp.where((jnp.arange(300) < 150)[:, None, None], 70.0, -30.0) + q
+    ids = jnp.asarray(np.repeat([0, 1], 150)[None])
+    gates = None if decay is None else jnp.full((1, 300, 2), -0.01)
+
+    def total(q: jax.Array, k: jax.Array, gates: jax.Array | None) -> jax.Array:
+        out = ato_jax.linear_attention(
+            q, k, jnp.ones_like(q), decay=gates, segment_ids=ids, causal=causal, feature_map="exp",
+            implementation="xla.products",
+        )  # fmt: skip
+        return jnp.sum(out)
+
+    for found in jax.tree.leaves(jax.grad(total, (0, 1, 2))(q, k, gates)):
+        assert np.isfinite(np.asarray(found)).all()
+
+
+def test_one_segment_takes_all_rows_of_as_many_entries_as_fit() -> None:
+    """Rather than some rows of more entries; whatever divides the batch."""
+
+    def config(**sizes: Any) -> tuple[int, int, int]:
+        row = Row("linear_attention", **{"dtype": "float16", "documents": 512} | sizes)
+        return dataclasses.astuple(
+            products.default_config(choices.spec_of(row), choices.described("H200"))
+        )
+
+    assert config(B=12, T=2446, H=12, D=256) == config(B=13, T=2446, H=12, D=256) == (256, 10, 1)
+    assert config(B=1021, T=64, H=8, D=64) == (64, 1, 256)
+    assert config(B=1, T=1 << 20, H=8, D=128) == (128, 32, 1)
 
 
 def test_xla_by_name_is_plain_jax() -> None:

@@ -393,8 +393,9 @@ def linear_attention(
         without a decay or, causal, V alone to 256; causal also of 8 from 16 to 64; most
         other sizes are padded; up to 128 columns float32 without a decay and segments, and float16
         causal or without them), "triton", "xla.products"
-        (D or V above 256 in bfloat16, above 128 in float16 and TF32; with a decay per head or step
-        or segments above 64 in these, and above 32 in exact float32), "xla" and "reference".
+        (D or V above 256 in bfloat16; in float16 and TF32 above 128, or above 64 with segments or a
+        decay per head or step; in exact float32 up to 256, causal above 128, or above 32 with
+        segments or such a decay), "xla" and "reference".
 
     Returns:
       out [B, T, H, V] in v's dtype, or `out_dtype`; with `return_state` the pair (out, state). A

@@ -17,8 +17,8 @@ LARGEST_HELD = {
     "tf32": (128, 64),
     "float32": (128, 32),
 }
-# Exact float32 beyond that, and where one state serves all queries, is left to `xla`, which is no
-# slower than Triton's kernels there, and has every derivative.
+# Exact float32 with D or V above this, and where one state serves all queries, is left to `xla`: it
+# is no slower than Triton's kernels there, and has every derivative.
 MOST_EXACT = 256
 # Fewer rows do not average out the roundings of states.
 LEAST_ROWS = {"bfloat16": 256, "float16": 64, "tf32": 64, "float32": 64}
@@ -47,7 +47,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.segments == "cross":
         return "does not support segments of queries and keys that differ"
     if spec.causal and (spec.T != spec.S or spec.offset != 0):
-        return f"needs T = S and equal lengths where causal, got {spec.T} and {spec.S}"
+        unequal = ", and lengths that may differ" * (spec.offset is None)
+        return f"needs T = S and equal lengths where causal, got {spec.T} and {spec.S}{unequal}"
     if (spec.decay or spec.segments) and spec.T != spec.S:
         return f"needs T = S with a decay or segments, got {spec.T} and {spec.S}"
     least = LEAST_ROWS[dtype]
@@ -66,8 +67,8 @@ def beats_kernels(spec: LinearAttentionSpec, backward_follows: bool) -> bool:
     decay per step, causal, float32 B2 H16 D128 3.8 (4.2), 14.8 (37.0), B4 H12 D80 4.6 (4.5), 17.2
     (35.8), B8 H8 D64 3.2 (2.9), 12.5 (17.9); TF32 D128 3.0 (2.3), 11.0 (15.3), D64 3.1 (1.8), 12.1
     (8.6). Segments that every query sees whole: float32 D128 6.2 (9.5), 26.1 (138), D64 5.5 (4.0),
-    22.8 (19.0); float16 D128 4.3 (4.8), 16.6 (39.8), D64 4.8 (3.0), 17.9 (8.0). Of a call of a
-    hundredth of these rows the ratios are about the same.
+    22.8 (19.0); float16 D128 4.3 (4.8), 16.6 (39.8), D64 4.8 (3.0), 17.9 (8.0). With
+    a hundredth of these rows the ratios are about the same.
     """
     if spec.dtype == "bfloat16" or unsupported(spec, "forward") is not None:
         # In bfloat16 only states that those kernels do not hold are left to products: D192 causal

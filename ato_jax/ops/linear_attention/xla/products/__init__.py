@@ -9,8 +9,8 @@ causal ones and for those with a decay or segments, which `gates.py` describes; 
 their rows into chunks. Both say their gradients: those that JAX would derive multiply float32
 arrays.
 
-Its name is "xla.products". `implementation="xla"` does not take it, since its derivative is of
-first order and reverse mode alone.
+Its name is "xla.products". `implementation="xla"` does not take it: that name stands for every
+derivative, and a derivative of its own has no forward mode.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from ato_jax.ops.linear_attention.large_states import unsupported as unsupported
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
 from ato_jax.ops.linear_attention.xla.products import walk, whole
 
-# Rows of a chunk: a row has C pairs and shares a state of F * V with C rows, which is the same
-# where C is the root of F * V. 512 steps of the strongest decay are what float32 adds exactly in
-# the parts that `gates.py` makes of decays.
+# Rows of a chunk: the larger of F and V, so that a row has about as many pairs as its part of the
+# chunk's state. 512 steps of the strongest decay are what float32 adds exactly in the parts that
+# `gates.py` makes of decays.
 LEAST_CHUNK, MOST_CHUNK = 64, 512
 ALIGNED = 8  # columns
 # The most chunks of a segment: their states are added up one after another, which the program says
 # for each of them.
 MOST_CHUNKS = 32
-# The most elements of an array of a segment, on which all passes are done before the next one: what
-# lies between them takes about twenty such arrays, and they stay in a card's cache.
+# The most elements of an array of a segment, on which all passes are done before the next one. Up
+# to twenty such arrays exist at a time, so more takes memory, and fewer takes more launches.
 SEGMENT_SIZE = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Where rows are in chunks.
+    """How `walk.py` cuts a call; `whole.py` does not.
 
     Attributes:
       chunk: rows whose pairs are multiplied.
       chunks: the most chunks of a segment.
-      batch: batch entries that are done before the next ones; a divisor of B.
+      batch: the most batch entries that are done before the next ones.
     """
 
     chunk: int
@@ -61,34 +61,48 @@ class Config:
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     columns = fits.up(max(spec.F, spec.V), LEAST_CHUNK)
     chunk = min(columns, MOST_CHUNK)
-    fit = SEGMENT_SIZE // max(1, spec.H * chunk * columns)
-    batch = max(size for size in range(1, spec.B + 1) if spec.B % size == 0 and size <= max(1, fit))
-    return Config(chunk, min(MOST_CHUNKS, max(1, fit // batch)), batch)
+    fit = max(1, SEGMENT_SIZE // (spec.H * chunk * columns))
+    # All rows of few entries rather than some of many: a single segment takes fewer passes.
+    chunks = min(fit, -(-spec.T // chunk), MOST_CHUNKS)
+    parts = max(1, -(-spec.B // (fit // chunks)))
+    return Config(chunk, chunks, max(1, -(-spec.B // parts)))
 
 
 def _in_batches(
     spec: LinearAttentionSpec, config: Config, run: Callable[..., Any], inputs: Inputs, *more: Any
 ) -> Any:
-    """`run` of `config.batch` batch entries after another. A decay per head is of all of them."""
-    count = spec.B // config.batch
-    if count == 1:
-        return run(spec, inputs, *more)
-    part = dataclasses.replace(spec, B=config.batch)
+    """Runs `config.batch` batch entries at a time. All entries share a decay per head, whose
+    gradients are added up."""
     shared = inputs.decay if spec.decay == "head" else None
     if shared is not None:
         inputs = inputs._replace(decay=None)
 
-    def one(trees: Any) -> Any:
+    def part(trees: Any) -> Any:
         inputs, *more = trees
-        return run(part, inputs if shared is None else inputs._replace(decay=shared), *more)
+        if shared is not None:
+            inputs = inputs._replace(decay=shared)
+        found = run(dataclasses.replace(spec, B=len(inputs.q)), inputs, *more)
+        if isinstance(found, Inputs) and shared is not None:
+            assert found.decay is not None
+            found = found._replace(decay=found.decay[None])
+        return found
 
-    split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), (inputs, *more))
-    found = jax.lax.map(one, split)
-    of_heads = found.decay if isinstance(found, Inputs) and shared is not None else None
-    if of_heads is not None:
-        found = found._replace(decay=None)
-    found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
-    return found if of_heads is None else found._replace(decay=jnp.sum(of_heads, axis=0))
+    count, rest = divmod(spec.B, config.batch)
+    trees = (inputs, *more)
+    if count == 1 and not rest:
+        found = part(trees)
+    else:
+        whole = jax.tree.map(
+            lambda x: x[: spec.B - rest].reshape(count, config.batch, *x.shape[1:]), trees
+        )
+        found = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(part, whole))
+        if rest:
+            last = part(jax.tree.map(lambda x: x[spec.B - rest :], trees))
+            found = jax.tree.map(lambda *parts: jnp.concatenate(parts), found, last)
+    if isinstance(found, Inputs) and shared is not None:
+        assert found.decay is not None
+        found = found._replace(decay=jnp.sum(found.decay, axis=0))
+    return found
 
 
 def _fit(spec: LinearAttentionSpec) -> fits.Fit | None:

@@ -256,7 +256,7 @@ def den(pairs: jax.Array, reading: list[jax.Array], z: jax.Array) -> jax.Array:
 
 
 def split(of_ways: list[jax.Array], stacked: jax.Array) -> Any:
-    """What is of each way beside its part of [B, G, N, .., ways * F]."""
+    """Pairs the array of each way with its columns of the stacked one, [B, G, N, .., ways * F]."""
     return zip(of_ways, jnp.split(stacked, len(of_ways), axis=-1), strict=True)
 
 

@@ -1,4 +1,4 @@
-"""A decay per head or step, and segments, as factors of the pairs and states of `chunks.py`.
+"""A decay per head or step, and segments, as factors of the pairs and states of `walk.py`.
 
 With g_t the log-decay of step t, and run_t the number of its segment, a chunk of the steps from
 `first` to `last` has
@@ -15,9 +15,10 @@ of its segment, pairs with j > i have exp(sum g[i+1..j]), and a second state com
     b_j  = exp(sum g[first..j])     where run_j = run_first
     c    = exp(sum g[first..last])  where run_first = run_after
 
-A chunk's prefix sums are taken in two parts (`chunk.in_parts`), of which float32 adds the first
-exactly, so that no difference of them loses the small decays behind a strong one. No exponent is
-positive.
+A chunk's prefix sums are taken in two parts (`in_parts` of `xla/chunk.py`), of which float32 adds
+the first exactly, so that no difference of them loses the small decays behind a strong one. No
+exponent is positive. What a factor of 0 hides may be beyond float32, so it is replaced by 0, not
+multiplied by it (`unless_hidden`).
 
 Let M_ij = E_ij dE_ij be the derivative of the loss by the exponent of E_ij, and A_i, B_j and K
 those by the exponents of a_i, b_j and c. The gradient of g_t is the sum over those that it is in:
@@ -142,6 +143,11 @@ def _of_runs(way: Way, runs: jax.Array, there: jax.Array, here: jax.Array) -> Wa
 def _exp(parts: jax.Array) -> jax.Array:
     """exp of a sum's two parts [2, ..], which is at most 1."""
     return jnp.exp(jnp.minimum(parts[0] + parts[1], 0))
+
+
+def unless_hidden(factors: jax.Array, x: jax.Array) -> jax.Array:
+    """x, and 0 where its factor is."""
+    return jnp.where(factors == 0, 0, x)
 
 
 def of_rows(factors: jax.Array, count: int) -> jax.Array:

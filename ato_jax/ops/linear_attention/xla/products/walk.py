@@ -30,7 +30,8 @@ the products are those of the causal call.
 A chunk's query rows are those of all heads of a group, M = R * C. Segments follow one another, so
 that what lies between the passes does not grow with T. The backward pass goes from the last segment
 to the first; it takes the state before each of them, which a pass over the keys makes anew. A
-second state takes one more pass over the keys, from the end, and its gradient one over the queries.
+second state takes one more pass over the keys, from the end, and its gradient a pass from the start
+that computes each segment's rows.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _Rows(NamedTuple):
     pairs: jax.Array  # P [B, G, N, M, C]
     w: jax.Array  # [B, G, N, M, 1]
     s: jax.Array  # [B, G, N, M, 1]
-    d_pairs: jax.Array  # dP, whatever a row sees, [B, G, N, M, C]
+    d_pairs: jax.Array  # dP before the mask and E, [B, G, N, M, C]
     d_reading: list[jax.Array]  # by way w (do S^T - s z) [B, G, N, M, F]
 
 
@@ -108,13 +109,19 @@ def _rows_backward(
     s = rows.where_divided(spec, den, w * s)
     d_reading = w * (of_states - s * z[:, :, :, None])
     d_readings = jnp.split(d_reading, len(segment.reading), axis=-1)
+    if segment.gates is not None:
+        count = d_reading.shape[3]
+        d_readings = [
+            gates.unless_hidden(gates.of_rows(way.reads, count)[..., None], flow)
+            for way, flow in zip(segment.gates.ways, d_readings, strict=True)
+        ]
     return _Rows(pairs, w, s, w * (of_pairs - s), d_readings)
 
 
 def _sums_of_rows(
     spec: LinearAttentionSpec, segment: Segment, found: _Rows, d_out: jax.Array, way: int
 ) -> tuple[jax.Array, jax.Array]:
-    """What a chunk's rows add to R and r of a way."""
+    """The sums over each chunk's rows that R and r of a way consist of."""
     reading = segment.reading[way]
     weighed = rows.operand(spec, reading * found.w)
     sums = rows.product(spec, "bgnmf,bgnmv->bgnfv", weighed, d_out, jnp.float32)
@@ -122,7 +129,7 @@ def _sums_of_rows(
 
 
 class _Backward(NamedTuple):
-    """What the passes over the queries read."""
+    """The arrays that the passes over the queries read."""
 
     call: Call
     edges: list[LinearState]  # by way, of `_edges`
@@ -214,6 +221,11 @@ def backward(
         weighed = rows.operand(spec, of_rows.pairs * of_rows.w)
         d_v = product("bgnmc,bgnmv->bgncv", weighed, d_out, jnp.float32)
         d_v += product("bgncf,bgnfv->bgncv", added, states_after, jnp.float32)
+        if own is not None:
+            d_addeds = [
+                gates.unless_hidden(way.adds[..., None], flow)
+                for way, flow in zip(own.ways, d_addeds, strict=True)
+            ]
         for n in range(call.ways):
             reads, adds = of_rows.d_reading[n], d_addeds[n]
             if own is not None:
@@ -226,7 +238,10 @@ def backward(
                 gates.Flow(
                     jnp.sum(segment.reading[n] * of_rows.d_reading[n], axis=-1),
                     jnp.sum(segment.added[n] * d_addeds[n], axis=-1),
-                    own.ways[n].keeps * _overlap(befores[n], after[n], z_of, r_after[n]),
+                    own.ways[n].keeps
+                    * gates.unless_hidden(
+                        own.ways[n].keeps, _overlap(befores[n], after[n], z_of, r_after[n])
+                    ),
                 )
                 for n, z_of in enumerate(jnp.split(z, call.ways, axis=-1))
             ]
