@@ -9,7 +9,7 @@ With g_t the log-decay of step t, and run_t the number of its segment, a chunk o
     c    = exp(sum g[first..last])  where run_last = run_before what is left of the state
 
 and 0 elsewhere; run_before is that of the step before the chunk. Where every query sees every key
-of its segment, pairs with j > i have exp(sum g[i+1..j]), and a second state comes from the end:
+of its run, pairs with j > i have exp(sum g[i+1..j]), and a second state comes from the end:
 
     a_i  = exp(sum g[i+1..last])    where run_i = run_after
     b_j  = exp(sum g[first..j])     where run_j = run_first

@@ -1,5 +1,5 @@
 """Causal, or with a decay or segments: rows in chunks of C, chunks in segments, products over all
-chunks of a segment at once.
+chunks of a segment at once. "Segments" are these here, and `runs` those of `segment_ids`.
 
 With S, z the sums over the keys of all earlier chunks, w_i as in `whole.py`, and the factors
 E_ij, a_i, b_j and c of `gates.py`, which are 1 without a decay and segments:
@@ -22,7 +22,7 @@ The decay's gradient is made of what each factor's exponent takes from the loss:
     M_ij = P_ij dP_ij                       A_i = w_i a_i phi(q_i) . (do_i S^T - s_i z)
     K    = c (<S, R> + z . r)               B_j = b_j phi(k_j) . (v_j R^T + r)
 
-Where every query sees every key of its segment, P has all pairs of a chunk, and there is a second
+Where every query sees every key of its run, P has all pairs of a chunk, and there is a second
 state, of the keys of all later chunks, with factors and a gradient R of its own. Both states stand
 one above the other, as one of 2 F features: a row reads them with [a_i phi(q_i), a2_i phi(q_i)], so
 the products are those of the causal call.
@@ -132,7 +132,7 @@ class _Backward(NamedTuple):
     """The arrays that the passes over the queries read."""
 
     call: Call
-    edges: list[LinearState]  # by way, of `_edges`
+    edges: list[LinearState]  # by way, of `chunks.edges`
     d_outs: jax.Array
 
     def states(self, segment: Segment, index: Any) -> tuple[list[list[jax.Array]], jax.Array]:
