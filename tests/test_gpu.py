@@ -1742,6 +1742,16 @@ BY_PRODUCTS = [
 
 
 @of_linear_attention
+@pytest.mark.parametrize(
+    ("dtype", "D", "precision"), [one for one in BY_PRODUCTS if one[2] != "highest"]
+)
+def test_causal_products(dtype: str, D: int, precision: str | None) -> None:
+    qkv = arrays(dtype, B=2, T=1100, H=4, G=4, D=D, V=147)
+    options = {"causal": True, "precision": precision, "implementation": "xla.products"}
+    check("linear_attention", *qkv, **options)
+
+
+@of_linear_attention
 @pytest.mark.parametrize("name", ["head", "step", "segments"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("dtype", "D", "precision"), BY_PRODUCTS)

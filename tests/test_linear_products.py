@@ -295,6 +295,7 @@ def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> N
         assert backends(D=155, **dtype) == backends(D=64, V=144, **dtype) == ["xla.products"] * 3
         assert backends(D=256, causal=True, **dtype) == ["xla.products"] * 3
         assert "xla.products" not in backends(D=128, **dtype)
+        assert backends(D=155, T=128, **dtype) == backends(D=155, H=1, T=2048, **dtype)
         assert backends(D=155, T=128, B=4, **dtype) == ["xla.products"] * 3
         assert "xla.products" not in backends(D=155, T=48, B=64, **dtype)
         assert "xla.products" not in backends(D=155, T=128, **dtype)

@@ -63,16 +63,13 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
 def beats_kernels(spec: LinearAttentionSpec, backward_follows: bool) -> bool:
     """Whether products are faster than Triton's kernels, where both take the call.
 
-    On an H200, ms by products and by Triton's kernels, forward, and with gradients: T 16384 with a
-    decay per step, causal, float32 B2 H16 D128 3.8 (4.2), 14.8 (37.0), B4 H12 D80 4.6 (4.5), 17.2
-    (35.8), B8 H8 D64 3.2 (2.9), 12.5 (17.9); TF32 D128 3.0 (2.3), 11.0 (15.3), D64 3.1 (1.8), 12.1
-    (8.6). Segments that every query sees whole: float32 D128 6.2 (9.5), 26.1 (138), D64 5.5 (4.0),
-    22.8 (19.0); float16 D128 4.3 (4.8), 16.6 (39.8), D64 4.8 (3.0), 17.9 (8.0). With
-    a hundredth of these rows the ratios are about the same.
+    `docs/notes/linear_attention.md` has the times of both on an H200, under "Large states". With 64
+    columns and 16,384 rows products win with gradients of a causal decay in exact float32 (12.5 ms,
+    by Triton's kernels 17.9), and lose in TF32 (12.1 and 8.6) and without a causal mask.
     """
     if spec.dtype == "bfloat16" or unsupported(spec, "forward") is not None:
-        # In bfloat16 only states that those kernels do not hold are left to products: D192 causal
-        # with a decay per step and gradients took 10.1 ms, by Triton's kernels 3.8.
+        # In bfloat16 products take only states that those kernels do not hold: D192, causal with a
+        # decay per step and gradients, took 10.1 ms, by Triton's kernels 3.8.
         return False
     columns = max(spec.F, spec.V)
     if columns > 128:

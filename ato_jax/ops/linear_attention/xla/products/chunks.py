@@ -178,7 +178,7 @@ class Call(NamedTuple):
     gates: Gates | None
 
     def masks(self, index: Any) -> tuple[jax.Array | None, jax.Array | None]:
-        """Of queries, and of keys."""
+        """Which of the segment's rows are real queries, and which are real keys; None: all."""
         group = self.spec.H // self.spec.G
         make = functools.partial(_mask, self.spec, self.of)
         lengths = self.inputs.q_lengths, self.inputs.kv_lengths
