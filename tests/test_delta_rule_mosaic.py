@@ -84,6 +84,7 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
 
 
 BETAS = np.arange(9).reshape(1, 9, 1) % 3
+SMALL = -np.random.default_rng(1).uniform(0, 0.1, (1, 128, 4))
 
 
 @newest
@@ -98,6 +99,14 @@ BETAS = np.arange(9).reshape(1, 9, 1) % 3
         (dict(T=75, D=64, V=64, alike=True), {}, dict(decay=None, scale=0.3, initial_state=None)),
         # ddecay is a small sum of large terms, for which u is in two parts beside dS', too.
         (dict(T=128, D=64, V=64, near=True, weak=True), {}, {}),
+        # So is it beside small decays where all keys are the same, for which dr is in two parts; by
+        # two warpgroups, which store its second part over what they have read.
+        (dict(T=128, D=64, V=64, H=4, alike=True), {}, dict(decay=SMALL, initial_state=None)),
+        (
+            dict(T=128, D=64, V=128, alike=True),
+            dict(slices=2),
+            dict(decay=SMALL[..., :1], initial_state=None),
+        ),
         # Whole chunks, whose numbers are read and stored in place, of a number of heads that TMA
         # would not take.
         (dict(T=128, D=64, V=64, H=3), {}, {}),

@@ -1852,9 +1852,16 @@ def test_without_a_name_the_fastest_is_chosen(
         # A last chunk that is filled in part, of whole tiles.
         (1000, 128, 128, 4, "step", 0.01, "bhtd", False),
         (2048, 128, 128, 128, "step", 0.01, "bthd", False),  # two slices of v in a block
-        (1037, 128, 128, 4, "channel", 50.0, "bthd", True),
-        (4096, 64, 192, 4, "channel", 0.01, "bhtd", False),
-        (2048, 128, 128, 64, "channel", 1.0, "bthd", False),
+        # Marked, since "channel" alone names linear attention's gates to the receipt.
+        pytest.param(
+            1037, 128, 128, 4, "channel", 50.0, "bthd", True, marks=of_mosaic_delta_rule
+        ),
+        pytest.param(
+            4096, 64, 192, 4, "channel", 0.01, "bhtd", False, marks=of_mosaic_delta_rule
+        ),
+        pytest.param(
+            2048, 128, 128, 64, "channel", 1.0, "bthd", False, marks=of_mosaic_delta_rule
+        ),
     ],
 )
 def test_the_delta_rule_by_mosaic_gpu(
@@ -1894,4 +1901,25 @@ def test_the_delta_rule_by_mosaic_gpu(
     )
     assert found.keys() == again.keys() == wanted.exact.keys()
     assert all(jnp.array_equal(found[name], again[name]) for name in found)
+    numerics.compare(found, wanted)
+
+
+@of_mosaic_delta_rule
+@pytest.mark.parametrize(("D", "strongest"), [(64, 0.1), (128, 0.1), (128, 1.0)])
+def test_the_delta_rule_where_all_keys_are_the_same(D: int, strongest: float) -> None:
+    """ddecay is then a small sum of large terms, for which dr is in two parts."""
+    needs_hopper()
+    generator = np.random.default_rng(3)
+    qkv = arrays("float32", B=1, T=300, H=4, G=4, D=D)
+    k = jnp.broadcast_to(qkv[1][:, :1], qkv[1].shape)
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    qkv = [array.astype(jnp.bfloat16) for array in (qkv[0], k, qkv[2])]
+    options = {
+        "beta": jnp.asarray(generator.uniform(0, 2, (1, 300, 4)), jnp.float32),
+        "decay": -jnp.asarray(generator.uniform(0, strongest, (1, 300, 4)), jnp.float32),
+    }
+    wanted = numerics.oracle("gated_delta_rule", *qkv, **options)
+    found = numerics.run(
+        "gated_delta_rule", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options
+    )
     numerics.compare(found, wanted)

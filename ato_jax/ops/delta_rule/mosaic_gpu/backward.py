@@ -47,17 +47,18 @@ def backward(
     kept: Any = residuals.outputs
     if not isinstance(kept, Kept):  # of another backend's forward pass, or of several devices
         kept = keep(spec, config, inputs)
-    dv, dstate, dstates = walk_backward(spec, config, inputs, cotangents, kept.solved, kept.maps)
-    arrays = dict(q=inputs.q, k=inputs.k, dout=cotangents.out, dr=dv)
-    arrays |= dict(written=kept.written, states=kept.states, dstates=dstates)
+    back = walk_backward(spec, config, inputs, cotangents, kept.solved, kept.maps)
+    arrays = dict(q=inputs.q, k=inputs.k, dout=cotangents.out, dr=back.dv)
+    arrays |= {} if back.rest is None else {"rest": back.rest}
+    arrays |= dict(written=kept.written, states=kept.states, dstates=back.dstates)
     found = chunk_gradients(spec, config, arrays | dict(numbers=kept.solved.numbers))
     return Inputs(
         q=over_group(spec, found.dq),
         k=over_group(spec, found.dk),
-        v=dv,
+        v=back.dv,
         beta=found.dbeta,
         decay=found.ddecay,
-        initial_state=dstate if spec.initial_state else None,
+        initial_state=back.dinitial if spec.initial_state else None,
     )
 
 

@@ -49,7 +49,7 @@ from jax.experimental import pallas as pl
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Buffer, Item, load
 from ato_jax.ops.delta_rule.mosaic_gpu import channel, chunk_gradient, frame
-from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Kernel, Products, Storage, dot
+from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Factors, Kernel, Storage, dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import PARTS, C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
@@ -109,15 +109,29 @@ def chunk_gradients(
 
 def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     own, spec = kernel.own, kernel.spec
-    products = chunk_gradient.multiply_columns(kernel, number, item, 1, add_dots)
+    formed = formed_by(kernel, number)
+
+    def factors_of(columns: Columns) -> list[Factors]:
+        pairs = chunk_gradient.of_pairs(columns)
+        return chunk_gradient.of_states(spec, number, columns) + [pairs[one] for one in formed]
+
+    def dots_of(columns: Columns) -> list[jax.Array]:
+        """dr . u, which one worker forms."""
+        if number > 0:
+            return []
+        return [dot(columns.dr[0], load(columns.written[0]).astype(F32))]
+
+    (read, recalled, written, *pairs), of_beta = chunk_gradient.multiply_columns(
+        kernel, item, (3 + len(formed), 1 if number == 0 else 0), factors_of, dots_of
+    )
     own.chunks.produced.wait(0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    publish_pairs(kernel, number, products)
+    publish_pairs(kernel, dict(zip(formed, pairs, strict=True)), of_beta)
     decays = [own.decays.at[number]]
     (from_start,) = channel.factors(channel.from_start(), decays)
-    dq, recalled = products.read * from_start, -products.recalled * from_start
+    dq, recalled = read * from_start, -recalled * from_start
     (to_end,) = channel.factors(channel.to_end(), decays)
-    written = products.written * to_end
+    written = written * to_end
     begin_decay(kernel, number, keys_of(kernel, number) * written)
     of_steps = queries_of(kernel, number) * dq + keys_of(kernel, number) * (recalled - written)
     sums = dq, recalled + written, of_steps
@@ -142,20 +156,19 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     own.done.wait()
 
 
-def add_dots(
-    kernel: Kernel, number: int, columns: Columns, sums: list[jax.Array]
-) -> list[jax.Array]:
-    """Adds dr . u, which one worker forms."""
-    if number > 0:
-        return sums
-    both = load(columns.dr).astype(F32) * load(columns.written[0]).astype(F32)
-    return [sums[0] + jnp.sum(both, axis=1)]
+def formed_by(kernel: Kernel, number: int) -> list[int]:
+    """Which of F (0) and N (1) a worker forms."""
+    last = frame.blocks_of_key(kernel.spec) - 1
+    return [which for which, worker in enumerate((0, last)) if worker == number]
 
 
-def publish_pairs(kernel: Kernel, number: int, products: Products) -> None:
-    """Stores F and -N, where this worker forms them: all pairs, of which a level takes its own."""
+def publish_pairs(
+    kernel: Kernel, formed: dict[int, jax.Array], of_beta: list[jax.Array]
+) -> None:
+    """Stores F (0) and -N (1), where this worker forms them: all pairs, of which a level takes its
+    own."""
     own = kernel.own
-    for which, pairs in products.pairs.items():
+    for which, pairs in formed.items():
         if which == 1:
             parts = frame.in_two_parts(-pairs)
             for part in range(parts_of_corrected(kernel.spec)):
@@ -163,7 +176,7 @@ def publish_pairs(kernel: Kernel, number: int, products: Products) -> None:
             continue
         diagonal = mosaic.hidden_position(0) == mosaic.hidden_position(1)
         own.of_steps.at[DIAGONAL][...] = jnp.sum(jnp.where(diagonal, pairs, 0.0), axis=1)
-        own.of_steps.at[OF_BETA][...] = products.dots[0]
+        own.of_steps.at[OF_BETA][...] = of_beta[0]
         for part, rounded in enumerate(frame.in_two_parts(pairs)):
             own.read.at[part][...] = rounded
     plgpu.commit_smem()

@@ -9,16 +9,31 @@ log decays to load. Their docstrings have the mathematics.
       |  chunks: loaded; consumed once the gradients are known
       |  columns: loaded; consumed once they are multiplied
       v
-    WORKER (0 .. D / 64 - 1)    64 columns of dq and dk each; worker 0 forms F, the last one N
+    WORKER (0 .. D / 64 - 1)    64 columns of dq and dk each
+
+With a decay per step or none, another warpgroup forms F and N while the workers multiply by the
+states, and dbeta:
+
+    MEMORY
+      |  chunks, columns: as above
+      v
+    PAIRS
+      |  handed: F and N are stored; consumed once what is stored over them is copied
+      v
+    WORKER
+         done: all wait until F and N may be overwritten, and the sums of all are there
+
+With a decay per channel there are no registers for one more: worker 0 forms F, and the last one N.
+
+    WORKER
          pairs: all wait for F and N
-         dots: with `normalize_qk` and a decay per channel, all wait for each other's part of
-               q . dq and k . dk
-         done: with a decay per channel, all wait until F, N and these parts may be overwritten;
-               otherwise, until the parts are stored and F and N may be overwritten
+         dots: with `normalize_qk`, all wait for each other's part of q . dq and k . dk
+         done: all wait until F, N and these parts may be overwritten
 
     symbol          shape       what it is
     q, k            [64, D]     a chunk's rows, in blocks of 64 columns
-    dout, u, dr     [64, 64]    a chunk's rows, 64 of their columns; u in two parts
+    dout, u, dr     [64, 64]    a chunk's rows, 64 of their columns; u in two parts, and so is dr
+                                with a decay per step
     S, dS'          [D, 64]     transposed, [64, 64] for each block of D
     F, N            [64, 64]    the pairs' parts of the gradients, F in two parts of bfloat16; N
                                 too, but in one with a decay per channel and D = 128
@@ -43,9 +58,17 @@ from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, PARTS, C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
+# The registers of a thread of PAIRS and of one of WORKER, by how many warpgroups WORKER has.
+REGISTERS = {1: (240, 240), 2: (136, 176)}
 
-def worker_role(spec: DeltaRuleSpec) -> Role:
-    return frame.worker_role(frame.blocks_of_key(spec), unrolled=True)
+
+def roles_of(spec: DeltaRuleSpec) -> tuple[Role | None, Role]:
+    """PAIRS, where there is one, and WORKER."""
+    count = frame.blocks_of_key(spec)
+    if spec.decay == "channel":
+        return None, frame.worker_role(count, unrolled=True)
+    pairs, worker = REGISTERS[count]
+    return Role("pairs", pairs), Role("worker", worker, count, unrolled=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +78,7 @@ class Storage(mosaic.Storage):
     dout: Array  # [stages, 64, 64]
     written: Array  # [stages, PARTS, 64, 64] u
     dr: Array  # as dout
+    rest: Array  # as dout: dr's second part
     states: Array  # [stages, D / 64, 64, 64] S^T
     dstates: Array  # as states: dS'^T
     q: Array  # [D / 64, 64, 64]
@@ -71,6 +95,7 @@ class Storage(mosaic.Storage):
     dot_sums: Array  # [D / 64, 2, 64] float32: q . dq and k . dk
     chunks: Ring
     columns: Ring
+    handed: Ring  # of F and N
     pairs: Signal
     dots: Signal
     done: Signal
@@ -90,12 +115,14 @@ def storage_of(
     made: what it leaves, and what its workers store for each other, beside F and N.
     """
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
-    worker = worker_role(spec)
+    pairs, worker = roles_of(spec)
+    readers = (worker,) if pairs is None else (worker, pairs)
     dout, dr = (Buffer(tiling.of_rows(stages, C, HALF)) for _ in range(2))
     written = Buffer(tiling.shared(stages, PARTS, C, HALF), copies=PARTS)
     states = [Buffer(tiling.shared(stages, blocks, HALF, HALF), copies=blocks) for _ in range(2)]
     q, k = (Buffer(tiling.of_rows(blocks, C, HALF), copies=blocks) for _ in range(2))
     loaded = dict(q=q, k=k, numbers=Buffer(frame.numbers_in_memory())) | loaded
+    rest = {"rest": Buffer(tiling.of_rows(stages, C, HALF))} if spec.decay == "step" else {}
     own: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Storage))
     own |= dict(
         dout=dout,
@@ -106,13 +133,15 @@ def storage_of(
         read=Buffer(tiling.of_rows(PARTS, C, C)),
         corrected=Buffer(tiling.of_rows(parts_of_corrected, C, C)),
         dot_sums=Buffer(plgpu.SMEM((blocks, 2, C), F32)),
-        chunks=Ring.of(1, loaded.values(), (worker,)),
-        columns=Ring.of(stages, (dout, dr, written, *states), (worker,)),
-        pairs=Signal((worker,)),
-        dots=Signal((worker,)),
+        chunks=Ring.of(1, loaded.values(), readers),
+        columns=Ring.of(stages, (dout, dr, *rest.values(), written, *states), readers),
         done=Signal((worker,)),
     )
-    return Storage(**own | loaded | made)
+    if pairs is None:
+        own |= dict(pairs=Signal((worker,)), dots=Signal((worker,)))
+    else:
+        own["handed"] = Ring.of(1, (pairs,), (worker,))
+    return Storage(**own | rest | loaded | made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +161,7 @@ class Kernel:
     numbers: Any
     dq: Any
     dk: Any
+    rest: Any = None
     decays: Any = None
     last: Any = None
     ddecay: Any = None
@@ -173,13 +203,19 @@ def launch(
     given: dict[str, jax.Array],
     types: dict[str, Any],
     one_chunk: Callable[[Kernel, int, Item], None],
+    hand_pairs: Callable[[Kernel], None] | None = None,
 ) -> dict[str, jax.Array]:
-    """Launches a kernel whose worker does `one_chunk` for each chunk; returns its outputs by the
-    names of `Kernel`: dq and dk of each value head, also where value heads share keys, and those
-    of `types`."""
+    """Launches a kernel whose worker does `one_chunk` for each chunk, and PAIRS `hand_pairs`;
+    returns its outputs by the names of `Kernel`: dq and dk of each value head, also where value
+    heads share keys, and those of `types`."""
     deal = frame.deal_of_chunks(spec, config)
     of_head = jax.ShapeDtypeStruct((*given["dout"].shape[:3], spec.D), BF16)
-    parts = (MEMORY, memory), (worker_role(spec), functools.partial(work, one_chunk))
+    pairs, worker = roles_of(spec)
+    parts: list[tuple[Role, Callable[..., None]]] = [(MEMORY, memory)]
+    if pairs is not None:
+        assert hand_pairs is not None
+        parts.append((pairs, hand_pairs))
+    parts.append((worker, functools.partial(work, one_chunk)))
     bind = functools.partial(Kernel, spec, deal)
     types = {"dq": of_head, "dk": of_head} | types
     return frame.launch(name, deal, own, parts, bind, given, types)
@@ -218,9 +254,10 @@ def load_columns(kernel: Kernel, item: Item, rows: Any, block: Any, _: None) -> 
     slot = kernel.slot(lambda: step)
     own.columns.acquire(step)
     barrier = own.columns.produced.at[slot]
-    for ref, tiles in ((kernel.dout, own.dout), (kernel.dr, own.dr)):
-        source = tiling.part(ref, item, rows, item.head, block)  # [64, 64]
-        plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tiles.at[slot]), barrier)
+    for ref, tiles in ((kernel.dout, own.dout), (kernel.dr, own.dr), (kernel.rest, own.rest)):
+        if tiles is not None:
+            source = tiling.part(ref, item, rows, item.head, block)  # [64, 64]
+            plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tiles.at[slot]), barrier)
     for part, tile in enumerate(kernel.parts_of_written(slot)):
         source = kernel.written.at[(*at, block, part)]  # [64, 64]
         plgpu.copy_gmem_to_smem(source, tile, barrier)
@@ -235,63 +272,76 @@ def work(
 ) -> None:
     kernel.deal.each(functools.partial(one_chunk, kernel, number))
     plgpu.wait_smem_to_gmem(0)
+    if kernel.own.handed is not None:
+        kernel.own.handed.consumed.arrive(0)
 
 
 class Columns(NamedTuple):
-    """64 of v's columns, and of the states 64 columns of the key, in shared memory."""
+    """64 of v's columns in shared memory. The parts of dr and u are in order."""
 
     dout: Any  # [64, 64]
-    dr: Any  # as dout
-    written: list[Any]  # the parts of u
-    state: Any  # as dout: S^T
-    dstate: Any  # dS'^T
+    dr: list[Any]  # as dout
+    written: list[Any]  # u
+    states: Any  # [D / 64, 64, 64] S^T
+    dstates: Any  # dS'^T
 
 
-class Products(NamedTuple):
-    """Sums over v's columns."""
+# Factors of products that are summed up.
+Factors = list[tuple[Any, Any]]
 
-    read: jax.Array  # dout S^T, [64, 64]
-    recalled: jax.Array  # dr S^T
-    written: jax.Array  # u dS'^T
-    pairs: dict[int, jax.Array]  # of F's dout u^T (0) and N's dr u^T (1) those that it forms
-    dots: list[jax.Array]  # [64] each
+
+def of_states(spec: DeltaRuleSpec, number: int, columns: Columns) -> list[Factors]:
+    """dout S^T, dr S^T and u dS'^T, for a block of 64 of the key's columns."""
+    state, dstate = columns.states.at[number], columns.dstates.at[number]
+    # A decay's gradient is a small sum of k . u dS'^T where keys are alike.
+    written = columns.written[:1] if spec.decay is None else columns.written
+    return [
+        [(columns.dout, state)],
+        [(part, state) for part in columns.dr],
+        [(part, dstate) for part in written],
+    ]
+
+
+def of_pairs(columns: Columns) -> list[Factors]:
+    """F's dout u^T and N's dr u^T."""
+    first, *rest = columns.dr
+    return [
+        [(columns.dout, part.T) for part in columns.written],
+        [(first, part.T) for part in columns.written]
+        + [(part, columns.written[0].T) for part in rest],
+    ]
 
 
 def multiply_columns(
     kernel: Kernel,
-    number: int,
     item: Item,
-    count: int,
-    add_dots: Callable[[Kernel, int, Columns, list[jax.Array]], list[jax.Array]],
-) -> Products:
-    """The products of a worker's chunk. `add_dots` adds products of rows to `count` sums of them,
-    while no product of tiles is in flight."""
+    counts: tuple[int, int],
+    factors_of: Callable[[Columns], list[Factors]],
+    dots_of: Callable[[Columns], list[jax.Array]],
+    behind: Callable[[Any], None] = lambda block: None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """As many sums over v's columns as `counts` has: of products, [64, 64] each, and of `dots_of`,
+    [64] each, which is called while the products are in flight. `behind` is called with the number
+    of each block of 64 columns, once its products are known."""
     own = kernel.own
-    last = frame.blocks_of_key(kernel.spec) - 1
-    formed = [which for which, worker in enumerate((0, last)) if worker == number]
 
-    def one(block: Any, sums: list[Any]) -> list[Any]:
+    def one(block: Any, sums: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         slot = kernel.slot(lambda: kernel.step(item, block))
         own.columns.produced.wait(slot)
-        dout, dr, written = own.dout.at[slot], own.dr.at[slot], kernel.parts_of_written(slot)
-        state, dstate = own.states.at[slot, number], own.dstates.at[slot, number]
-        # A decay's gradient is a small sum of k . u dS'^T where keys are alike.
-        to_state = written[:1] if kernel.spec.decay is None else written
-        factors = [[(dout, state)], [(dr, state)], [(part, dstate) for part in to_state]]
-        factors += [[((dout, dr)[which], part.T) for part in written] for which in formed]
-        found, dots = sums[: len(factors)], sums[len(factors) :]
-        dots = add_dots(kernel, number, Columns(dout, dr, written, state, dstate), dots)
-        found = list(mosaic.multiply(*zip(found, factors, strict=True)))
+        dr = [tiles.at[slot] for tiles in (own.dr, own.rest) if tiles is not None]
+        states = own.states.at[slot], own.dstates.at[slot]
+        columns = Columns(own.dout.at[slot], dr, kernel.parts_of_written(slot), *states)
+        products = list(zip(sums[0], factors_of(columns), strict=True))
+        found, dots = mosaic.accumulate_all_while(products, lambda: dots_of(columns))
+        behind(block)
         plgpu.commit_smem()  # what was read of the slot, ahead of the load that overwrites it
         own.columns.consumed.arrive(slot)
-        return [*found, *dots]
+        return list(found), [sum + dot for sum, dot in zip(sums[1], dots, strict=True)]
 
-    tiles = [mosaic.zeros(C, C) for _ in range(3 + len(formed))]
-    nothing = [jnp.sum(mosaic.zeros(C, C), axis=1) for _ in range(count)]
-    found = lax.fori_loop(0, kernel.steps, one, [*tiles, *nothing])
-    read, recalled, written, *others = found
-    pairs, dots = others[: len(formed)], others[len(formed) :]
-    return Products(read, recalled, written, dict(zip(formed, pairs, strict=True)), dots)
+    tiles = [mosaic.zeros(C, C) for _ in range(counts[0])]
+    nothing = [jnp.sum(mosaic.zeros(C, C), axis=1) for _ in range(counts[1])]
+    found, dots = lax.fori_loop(0, kernel.steps, one, (tiles, nothing))
+    return found, dots
 
 
 def publish_dots(kernel: Kernel, number: int, dots: tuple[jax.Array, jax.Array]) -> None:

@@ -19,12 +19,12 @@ u_t / beta_t is the error that step t corrects, so nothing has to be formed agai
 
 No product's result goes on to another chunk, so one part of bfloat16 is exact enough for most
 factors. F, N and u are in two parts, since dq and ddecay are small sums of large terms where keys
-are alike; without a decay u beside dS' is in one. The same rounded F and N enter dq, dk' and dk",
-so their rounding errors cancel in the sums of dL.
+are alike, and so is dr where steps decay; without a decay u beside dS' is in one. The same rounded
+F and N enter dq, dk' and dk", so their rounding errors cancel in the sums of dL.
 
-A worker stores its dq and dk over the F or N that it forms, once all workers have read F and N. So
-the slot of q and k comes free early, and the copies to global memory run under the products of the
-next chunk.
+Worker 0 stores its dq and dk over F and worker 1 over N, once all workers have read both. So the
+slot of q and k comes free early, and the copies to global memory run under the products of the next
+chunk.
 
 With `normalize_qk` the unit rows' gradients are projected: those of q get - q (q . dq) / |q|^2.
 
@@ -33,17 +33,19 @@ With `normalize_qk` the unit rows' gradients are projected: those of q get - q (
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Buffer, Item, load
 from ato_jax.ops.delta_rule.mosaic_gpu import chunk_gradient, frame, steps
-from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Kernel, Products, Storage, dot
+from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Kernel, Storage, dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers
 from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec
@@ -82,39 +84,78 @@ def chunk_gradients(
     names = ["dbeta"] + (["ddecay"] if spec.decay is not None else [])
     types = {name: jax.ShapeDtypeStruct((spec.B, *shape), F32) for name in names}
     found = chunk_gradient.launch(
-        "gradients", spec, config, storage_of(spec), arrays, types, one_chunk
+        "gradients", spec, config, storage_of(spec), arrays, types, one_chunk, hand_pairs
     )
     axis = spec.layout.index("t")
     of_steps = {name: lax.slice_in_dim(found[name], 0, spec.T, axis=axis) for name in names}
     return Gradients(found["dq"], found["dk"], of_steps["dbeta"], of_steps.get("ddecay"))
 
 
+def hand_pairs(kernel: Kernel) -> None:
+    """What PAIRS does."""
+    kernel.deal.each(functools.partial(pairs_of_chunk, kernel))
+    kernel.own.handed.drain(kernel.deal.own)
+
+
+def pairs_of_chunk(kernel: Kernel, item: Item) -> None:
+    """Hands F and -N to the workers, and stores dbeta."""
+    own = kernel.own
+
+    def dots_of(columns: Columns) -> list[jax.Array]:
+        return [dot(columns.dr[0], load(columns.written[0]).astype(F32))]
+
+    pairs, (of_beta,) = chunk_gradient.multiply_columns(
+        kernel, item, (2, 1), chunk_gradient.of_pairs, dots_of
+    )
+    own.chunks.produced.wait(0)
+    beta = load(own.numbers.at[frame.BETA], OF_ROWS)
+    target = steps.of_chunk(kernel.spec, kernel.dbeta, item, item.head, item.piece)
+    mosaic.store_in_memory(target, of_beta / beta / beta)
+    own.handed.acquire(item.number)
+    publish_pairs(kernel, pairs)
+    own.handed.produced.arrive(0)
+    own.chunks.consumed.arrive(0)
+
+
 def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     own, spec = kernel.own, kernel.spec
-    products = chunk_gradient.multiply_columns(kernel, number, item, 2, add_dots)
-    of_beta, states = products.dots
+
+    def dots_of(columns: Columns) -> list[jax.Array]:
+        if spec.decay is None:
+            return []
+        return [dot(columns.states.at[number], load(columns.dstates.at[number]).astype(F32))]
+
+    def behind(block: Any) -> None:
+        """Lets go of the last chunk's F and N, once what lies over them is copied."""
+
+        @pl.when((block == 0) & (item.number > 0))
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            own.handed.consumed.arrive(0)
+
+    (read, recalled, written), dots = chunk_gradient.multiply_columns(
+        kernel,
+        item,
+        (3, 0 if spec.decay is None else 1),
+        functools.partial(chunk_gradient.of_states, spec, number),
+        dots_of,
+        behind,
+    )
     own.chunks.produced.wait(0)
     # 0, since the factors of keys are never negative, which no compiler knows. With it in their
     # addresses the descriptors of F and N are computed for each chunk; otherwise they would be
     # computed ahead of the loop over chunks, and spilled.
     first = (own.numbers[frame.OF_KEYS, 0] < 0).astype(jnp.int32)
     numbers = Numbers(spec, own.numbers, OF_ROWS)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of dq and dk, ahead of F or N over them
-    publish_pairs(kernel, number, products)
     q, k = own.q.at[number], own.k.at[number]
-    dq = numbers.times(products.read, numbers.of_read())
-    recalled = numbers.times(-products.recalled, numbers.of_recalled())
-    written = numbers.times(products.written, numbers.of_written())
+    dq = numbers.times(read, numbers.of_read())
+    recalled = numbers.times(-recalled, numbers.of_recalled())
+    written = numbers.times(written, numbers.of_written())
     last = decay = None
     if spec.decay is not None:
-        last = dot(k, written) + states * numbers.kept()
+        last = dot(k, written) + dots[0] * numbers.kept()
         decay = load(own.numbers.at[frame.DECAY], OF_ROWS)
-    if number == 0:
-        beta = load(own.numbers.at[frame.BETA], OF_ROWS)
-        target = steps.of_chunk(spec, kernel.dbeta, item, item.head, item.piece)
-        mosaic.store_in_memory(target, of_beta / beta / beta)
-    own.pairs.arrive()
-    own.pairs.wait()
+    own.handed.produced.wait(0)
     reads, corrections = (
         [tiles.at[first + part] for part in range(frame.PARTS)]
         for tiles in (own.read, own.corrected)
@@ -128,8 +169,9 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
         ),
     )
     dk = recalled + written
+    keys = load(k).astype(F32)
     of_queries = dot(q, dq)
-    of_recalled, of_written = dot(k, recalled), dot(k, written)
+    of_recalled, of_written = (jnp.sum(keys * one, axis=1) for one in (recalled, written))
     if last is not None:
         own.sums.at[number, OF_LOG_DECAY][...] = of_queries + of_recalled - of_written
         own.sums.at[number, OF_LAST][...] = last
@@ -140,8 +182,6 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     own.done.wait()
     if spec.normalize_qk:
         dq, dk = chunk_gradient.project(kernel, number, (dq, dk))
-    # Worker 0 forms F and the last one N, so a worker that forms either for the next chunk has to
-    # wait for no stores but its own.
     tiles = own.read if number == 0 else own.corrected
     for tile, found in zip((tiles.at[0], tiles.at[1]), (dq, dk), strict=True):
         tile[...] = found.astype(BF16)
@@ -169,24 +209,12 @@ def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array) -> None:
     mosaic.store_in_memory(target, found)
 
 
-def add_dots(
-    kernel: Kernel, number: int, columns: Columns, sums: list[jax.Array]
-) -> list[jax.Array]:
-    """Adds dr . u, which one worker forms, and S . dS'."""
-    of_beta, states = sums
-    if number == 0:
-        of_beta = of_beta + dot(columns.dr, load(columns.written[0]).astype(F32))
-    if kernel.spec.decay is not None:
-        states = states + dot(columns.state, load(columns.dstate).astype(F32))
-    return [of_beta, states]
-
-
-def publish_pairs(kernel: Kernel, number: int, products: Products) -> None:
-    """Stores F and -N, where this worker forms them, with the factors of both steps."""
+def publish_pairs(kernel: Kernel, of_values: list[jax.Array]) -> None:
+    """Stores F and -N: dout u^T and dr u^T with the factors of both steps."""
     own, spec = kernel.own, kernel.spec
     row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     of_rows = {0: frame.OF_QUERIES, 1: frame.OF_KEYS}
-    for which, pairs in products.pairs.items():
+    for which, pairs in enumerate(of_values):
         factors = load(own.numbers.at[of_rows[which]], OF_ROWS)
         pairs = pairs * mosaic.in_columns(factors if which == 0 else -factors, C)
         if spec.normalize_qk:

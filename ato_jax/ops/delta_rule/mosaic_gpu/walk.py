@@ -109,6 +109,7 @@ class Storage(mosaic.Storage):
     numbers: Array  # [stages, NUMBERS, 64] float32
     weights: Array  # [stages, PARTS, 64, 64] P, where BESIDE hands it to STATE
     out: Array  # [n, 64, 64]
+    rest: Array  # as out, where one slice leaves room for it
     states: Array  # [slots, n, D / 64, 64, 64]
     written: Array  # [slots, n, PARTS, 64, 64], where STATE hands it to BESIDE
     chunks: Ring
@@ -143,6 +144,8 @@ def storage_of(spec: DeltaRuleSpec, config: Config, course: Course) -> Storage:
             )
     if "out" in course.leaves:
         own["out"] = Buffer(tiling.of_rows(slices, C, HALF))
+        if "rest" in course.leaves and slices == 1:
+            own["rest"] = Buffer(tiling.of_rows(slices, C, HALF))
         own["states"] = Buffer(tiling.shared(slots, slices, blocks, HALF, HALF))
     return Storage(**own | dict(chunks=Ring.of(stages, loaded, readers)))
 
@@ -164,6 +167,7 @@ class Walk:
     start: Any = None  # [pieces, B, H, columns, D] float32: the first states
     out: Any = None  # like `rows`: out, or v's cotangent
     end: Any = None  # like `start`: the last states
+    rest: Any = None  # like `out`: what rounding took from v's cotangent
     written: Any = None  # [B, H, chunks, V / 64, PARTS, 64, 64]: u, in two parts
     states: Any = None  # [B, H, chunks, V / 64, D / 64, 64, 64]: those that chunks begin with
 
@@ -182,12 +186,12 @@ class Walk:
         first = lax.div(item.first_row, jnp.int32(C))
         return first + (item.chunks - 1 - chunk if self.course.from_end else chunk)
 
-    def store_rows(self, item: Item, chunk: Any, slot: Any) -> None:
-        """Copies a slot of `own.out` to its place."""
+    def store_rows(self, item: Item, chunk: Any, number: Any, tile: Any, ref: Any) -> None:
+        """Copies a slice's tile [64, 64] to its place in `ref`, which is like `out`."""
         head, first = self.place(item)
         rows = pl.ds(self.number_of(item, chunk) * C, C)
-        target = frame.tiling(self.spec).part(self.out, item, rows, head, first + slot)
-        plgpu.copy_smem_to_gmem(mosaic.for_copy(self.own.out.at[slot]), target)
+        target = frame.tiling(self.spec).part(ref, item, rows, head, first + number)
+        plgpu.copy_smem_to_gmem(mosaic.for_copy(tile), target)
 
     def begin(self, item: Item, chunk: Any, layout: Any = OF_COLUMNS) -> Chunk:
         """Waits for the chunk's loads. `layout`: of the factors of its steps."""
@@ -254,6 +258,7 @@ def walk(
     ends = (course.pieces, spec.B, spec.H, course.columns(spec), spec.D)
     types = {
         "out": jax.ShapeDtypeStruct(given["rows"].shape, BF16),
+        "rest": jax.ShapeDtypeStruct(given["rows"].shape, BF16),
         "end": jax.ShapeDtypeStruct(ends, F32),
         "written": jax.ShapeDtypeStruct((*blocks, frame.PARTS, C, HALF), BF16),
         "states": jax.ShapeDtypeStruct((*blocks, frame.blocks_of_key(spec), HALF, HALF), BF16),

@@ -8,7 +8,8 @@ the state that a chunk ends with:
     dS   = exp2(L_C) dS' + sum_t exp2(L_t) (scale * q_t^T dout_t - k_t^T dr_t)
 
 As in the forward walk all of it is transposed, and every factor that is not an input is in two
-parts of bfloat16. The walk leaves dv, and for `gradient.py` dS' of each chunk, rounded to bfloat16.
+parts of bfloat16. The walk leaves dv, and for `gradient.py` dS' of each chunk, rounded to bfloat16,
+and where steps decay dr's second part.
 `walk.py` has its roles and what it loads; BESIDE forms P.
 
     BESIDE
@@ -20,7 +21,7 @@ parts of bfloat16. The walk leaves dv, and for `gradient.py` dS' of each chunk, 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -35,6 +36,20 @@ from ato_jax.ops.delta_rule.mosaic_gpu.walk import Walk, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
 
+class Found(NamedTuple):
+    """Attributes:
+    dv: as v, which is dr's first part.
+    rest: as dv, dr's second part where steps decay.
+    dinitial: the initial state's gradient, [B, H, D, V].
+    dstates: dS'^T of each chunk, [B, H, chunks, V / 64, D / 64, 64, 64].
+    """
+
+    dv: jax.Array
+    rest: jax.Array | None
+    dinitial: jax.Array
+    dstates: jax.Array
+
+
 def walk_backward(
     spec: DeltaRuleSpec,
     config: Config,
@@ -42,24 +57,27 @@ def walk_backward(
     cotangents: Outputs,
     solved: Solved,
     maps: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(dv, the initial state's gradient [B, H, D, V], and dS'^T of each chunk [B, H, chunks,
-    V / 64, D / 64, 64, 64]). `maps` are those of the forward walk."""
+) -> Found:
+    """`maps`: those of the forward walk."""
     given = {"q": inputs.q, "k": inputs.k, "rows": cotangents.out, **solved._asdict()}
-    course = pieces.course_of(spec, config, ("out", "states"), from_end=True)
+    leaves = ("out", "states") if spec.decay is None else ("out", "rest", "states")
+    course = pieces.course_of(spec, config, leaves, from_end=True)
     start = jnp.swapaxes(cotangents.state, 2, 3) if spec.return_state else None
     starts = None if start is None else start[None]
     if maps is not None:
         # Nobody reads what this walk leaves beside its ends. Without these stores ptxas takes the
         # first two sums of products out of the loop, although the next ones depend on them.
-        later = dataclasses.replace(course, first=1, pieces=course.pieces - 1)
+        later = dataclasses.replace(
+            course, leaves=("out", "states"), first=1, pieces=course.pieces - 1
+        )
         ends = walk("ends", spec, config, given, multiply_chunk, weigh_chunk, later)["end"]
         back = jnp.swapaxes(maps[1:], 3, 4)
         # The last piece comes first.
         starts = pieces.passed_on(start, back[::-1], ends[::-1])[::-1]
     given |= {} if starts is None else {"start": starts}
     found = walk("walk_backward", spec, config, given, multiply_chunk, weigh_chunk, course)
-    return found["out"], jnp.swapaxes(found["end"][0], 2, 3), found["states"]
+    dinitial = jnp.swapaxes(found["end"][0], 2, 3)
+    return Found(found["out"], found.get("rest"), dinitial, found["states"])
 
 
 def weigh_chunk(walk: Walk, item: Item, chunk: Any) -> None:
@@ -80,12 +98,15 @@ def multiply_chunk(
 ) -> list[jax.Array]:
     """Stores the chunk's rows of dv and its dS', which is `dstate`; returns dS."""
     own, here = walk.own, walk.begin(item, chunk)
+    rows = own.rows.at[here.slot, number]
+    # dr's second part lies over dout, which nobody reads again, where there is no room beside.
+    rest = rows if own.rest is None else own.rest.at[number]
     q, k, numbers = here.q, here.k, here.numbers
     of_pairs = own.pairs.slot(here.step)
     own.pairs.produced.wait(of_pairs)
     pairs = [own.weights.at[of_pairs, part] for part in range(frame.PARTS)]
     # Loaded ahead of products, so that nothing waits for it behind them.
-    dout = mosaic.load_transposed(own.rows.at[here.slot, number])  # [64, 64]
+    dout = mosaic.load_transposed(rows)  # [64, 64]
     parts = [frame.in_two_parts(block) for block in dstate]
 
     def store_state() -> None:
@@ -106,7 +127,11 @@ def multiply_chunk(
     kept = numbers.kept()
 
     def recall(dr: jax.Array) -> tuple[jax.Array, jax.Array]:
-        mosaic.store_transposed(own.out.at[number], dr.astype(BF16))
+        if walk.rest is None:
+            mosaic.store_transposed(own.out.at[number], dr.astype(BF16))
+        else:
+            for tile, part in zip((own.out.at[number], rest), frame.in_two_parts(dr), strict=True):
+                mosaic.store_transposed(tile, part)
         recalled = frame.in_two_parts(numbers.times(-dr, numbers.of_recalled()))
         mosaic.compute_first(jnp.abs(recalled[1].astype(F32)))
         return recalled
@@ -124,13 +149,17 @@ def multiply_chunk(
 
     def leave() -> None:
         plgpu.commit_smem()  # also what was read of the slot, ahead of what overwrites it
-        walk.store_rows(item, chunk, number)
+        walk.store_rows(item, chunk, number, own.out.at[number], walk.out)
+        if walk.rest is not None:
+            walk.store_rows(item, chunk, number, rest, walk.rest)
         walk.store_state(item, chunk, 0, number)
 
     terms = zip(sums, k, strict=True)
     found = mosaic.multiply(
         *((sum, [(part, b) for part in recalled]) for sum, b in terms), meanwhile=leave
     )
-    own.chunks.consumed.arrive(here.slot)
     own.pairs.consumed.arrive(of_pairs)
+    if walk.rest is not None and own.rest is None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    own.chunks.consumed.arrive(here.slot)
     return list(found)

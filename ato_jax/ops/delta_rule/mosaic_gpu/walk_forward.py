@@ -167,7 +167,7 @@ def put_out(walk: Walk, item: Item, chunk: Any) -> None:
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(here.slot)
     for number in range(walk.config.slices):
-        walk.store_rows(item, chunk, number)
+        walk.store_rows(item, chunk, number, own.out.at[number], walk.out)
         if walk.states is not None:
             walk.store_state(item, chunk, slot, number)
             head, first = walk.place(item)
