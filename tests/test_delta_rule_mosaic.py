@@ -15,6 +15,7 @@ import ato_jax
 from ato_jax import device
 from ato_jax.backend import Residuals
 from ato_jax.ops.delta_rule import mosaic_gpu
+from ato_jax.ops.delta_rule.mosaic_gpu import gradients
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 from tests import aot_delta_rule, numerics
 from tests.aot_mosaic import Compiled, requires_plugin
@@ -35,6 +36,7 @@ def draw(
     channel: bool = False,
     weak: bool = False,
     strong: bool = False,
+    by_turns: bool = False,
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """[q, k, v] with keys of length 1, beta between 0 and 2, decays from 0 down to -50 side by
     side, and an initial state. `alike`: all keys the same, whose triangle is the furthest from the
@@ -42,11 +44,13 @@ def draw(
     key. `weak`: decays from 0 down to -0.01, and a state that is nearly 0; beside equal keys dq is
     then a small sum of large terms, and so is ddecay. `strong`: decays from 0 down to -50, after
     which few steps still see each other; what a pair of others leaves in the decays' gradients is
-    then beside small ones."""
+    then beside small ones. `by_turns`: keys are the same in the chunks of an odd number alone."""
     generator = np.random.default_rng(0)
     q, k = generator.normal(size=(2, 1, T, G, D))
     k = np.broadcast_to(k[:, :1], k.shape) if alike else k
     k = k[:, :1] + 0.1 * k if near else k
+    if by_turns:
+        k = np.where((np.arange(T) // 64 % 2 == 1)[:, None, None], k[:, :1], k)
     k = k / np.linalg.norm(k, axis=-1, keepdims=True)
     v = generator.normal(size=(1, T, H, V))
     beta = generator.uniform(0, 2, size=(1, T, H))
@@ -69,6 +73,7 @@ def compare(arrays: list[jax.Array], config: dict[str, int], **options: Any) -> 
     spec = wanted.request.spec
     assert mosaic_gpu.unsupported(spec, "forward") is None
     config_of = dataclasses.replace(mosaic_gpu.default_config(spec, H200), **config)
+
     def both(inputs: Inputs, cotangents: Outputs) -> tuple[Outputs, Inputs]:
         # Without a decay behind a forward pass that keeps nothing.
         keep: Any = mosaic_gpu.forward_for_own_backward if spec.decay else mosaic_gpu.forward
@@ -107,6 +112,13 @@ SMALL = -np.random.default_rng(1).uniform(0, 0.1, (1, 128, 4))
             dict(slices=2),
             dict(decay=SMALL[..., :1], initial_state=None),
         ),
+        # What rounding takes from states is far more than ddecay where no step decays.
+        (
+            dict(T=200, D=64, V=64, alike=True),
+            {},
+            dict(decay=np.zeros((1, 200, 1)), initial_state=None),
+        ),
+        (dict(T=256, D=64, V=128, alike=True, weak=True), dict(slices=2), {}),
         # Whole chunks, whose numbers are read and stored in place, of a number of heads that TMA
         # would not take.
         (dict(T=128, D=64, V=64, H=3), {}, {}),
@@ -130,9 +142,68 @@ def test_numbers(sizes: Any, config: Any, options: Any) -> None:
     compare(arrays, config, **more | options)
 
 
-SPEC = DeltaRuleSpec(
-    B=2, T=300, G=1, H=4, D=128, V=128, dtype="bfloat16", scale=1.0, decay="step"
+@newest
+@pytest.mark.parametrize(
+    "sizes, config, options, chunks, share",
+    [
+        # All chunks are alike; two blocks of the keys' columns.
+        (dict(T=175, D=128, V=64, alike=True, weak=True), {}, {}, [(0, 1, 2), (0, 1, 2)], 1 / 32),
+        # Every second one; one block has all heads, of two slices of v each.
+        (
+            dict(T=300, D=64, V=128, H=2, layout="bhtd", by_turns=True, weak=True),
+            dict(solve_blocks=1),
+            dict(normalize_qk=True),
+            [(1, 3), (1, 3)],
+            1 / 32,
+        ),
+        # None, but the first has the caller's state, and the last the caller's cotangent.
+        (dict(T=200, D=64, V=64), {}, {}, [(0,), (3,)], 1 / 2),
+    ],
 )
+def test_what_rounding_takes_from_states_is_added(
+    sizes: Any,
+    config: Any,
+    options: Any,
+    chunks: Any,
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it is many times as much: a share of S, and of dS', in these chunks."""
+    arrays, more = draw(**sizes)
+    wanted = numerics.oracle("gated_delta_rule", *arrays, return_state=True, **more | options)
+    spec, inputs = wanted.request.spec, wanted.request.inputs
+    config_of = dataclasses.replace(mosaic_gpu.default_config(spec, H200), **config)
+    walk_backward, remainders = gradients.walk_backward, gradients.remainders
+
+    def off(states: jax.Array, chunks: tuple[int, ...]) -> jax.Array:
+        return states.at[:, :, jnp.array(chunks)].multiply(1 + share)
+
+    def walk_with_roundings(*arguments: Any) -> Any:
+        found = walk_backward(*arguments)
+        return found._replace(dstates=off(found.dstates, chunks[1]))
+
+    def ddecay() -> jax.Array:
+        kept = gradients.keep(spec, config_of, inputs)
+        residuals: Any = Residuals(inputs, kept._replace(states=off(kept.states, chunks[0])))
+        found = mosaic_gpu.backward(spec, config_of, residuals, wanted.outputs_cotangents)
+        assert found.decay is not None
+        return found.decay
+
+    def error() -> float:
+        with ato_jax.interpret():
+            decay = jax.jit(lambda: ddecay())()
+        found = numerics.users_gradients(wanted.arrays, inputs._replace(decay=decay))["ddecay"]
+        exact = wanted.exact["ddecay"]
+        return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+    monkeypatch.setattr(gradients, "walk_backward", walk_with_roundings)
+    assert error() < 1e-2
+    nothing = lambda *given: jnp.zeros_like(remainders(*given))  # noqa: E731
+    monkeypatch.setattr(gradients, "remainders", nothing)
+    assert error() > 2e-2
+
+
+SPEC = DeltaRuleSpec(B=2, T=300, G=1, H=4, D=128, V=128, dtype="bfloat16", scale=1.0, decay="step")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +258,7 @@ COMPILED = aot_delta_rule.Call(T=4091, D=128, H=32, decay=True, states=True, gra
 @requires_plugin
 def test_compiled_for_a_card() -> None:
     kernels = aot_delta_rule.compile_call(COMPILED, machine_code=True)
-    most = {"solve": 64, "walk": 128, "walk_backward": 64, "gradients": 64}
+    most = {"solve": 64, "walk": 128, "walk_backward": 64, "remainders": 64, "gradients": 64}
     check_kernels(kernels, most)
 
 
@@ -196,7 +267,9 @@ def test_compiled_for_a_card() -> None:
 def test_nothing_is_launched_beside_the_kernels(gradients: bool) -> None:
     """beta and decays are read, and their gradients stored, where the caller has them."""
     call = aot_delta_rule.Call(T=4096, D=128, decay=True, gradients=gradients)
-    assert aot_delta_rule.launches_of(call) == {"custom-call": 4 if gradients else 2}
+    # XLA finds how far `remainders.py` has to walk.
+    wanted = {"custom-call": 5, "fusion": 1} if gradients else {"custom-call": 2}
+    assert aot_delta_rule.launches_of(call) == wanted
 
 
 def check_kernels(kernels: list[Compiled], most: dict[str, int]) -> None:

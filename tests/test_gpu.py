@@ -1905,21 +1905,43 @@ def test_the_delta_rule_by_mosaic_gpu(
 
 
 @of_mosaic_delta_rule
-@pytest.mark.parametrize(("D", "strongest"), [(64, 0.1), (128, 0.1), (128, 1.0)])
-def test_the_delta_rule_where_all_keys_are_the_same(D: int, strongest: float) -> None:
-    """ddecay is then a small sum of large terms, for which dr is in two parts."""
+@pytest.mark.parametrize(
+    ("T", "D", "strongest", "states", "by_turns"),
+    [
+        (300, 64, 0.1, False, False),
+        (300, 128, 0.1, False, False),
+        (300, 128, 1.0, False, False),
+        (1000, 64, 0.0, False, False),
+        (1000, 128, 0.01, True, False),
+        (2000, 128, 0.01, True, True),
+    ],
+)
+def test_the_delta_rule_where_all_keys_are_the_same(
+    T: int, D: int, strongest: float, states: bool, by_turns: bool
+) -> None:
+    """ddecay is then a small sum of large terms, for which dr is in two parts, and what rounding
+    takes from states is added. `by_turns`: in every second chunk alone."""
     needs_hopper()
     generator = np.random.default_rng(3)
-    qkv = arrays("float32", B=1, T=300, H=4, G=4, D=D)
+    qkv = arrays("float32", B=1, T=T, H=4, G=4, D=D)
     k = jnp.broadcast_to(qkv[1][:, :1], qkv[1].shape)
+    if by_turns:
+        k = jnp.where((jnp.arange(T) // 64 % 2 == 0)[:, None, None], k, qkv[1])
     k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
     qkv = [array.astype(jnp.bfloat16) for array in (qkv[0], k, qkv[2])]
-    options = {
-        "beta": jnp.asarray(generator.uniform(0, 2, (1, 300, 4)), jnp.float32),
-        "decay": -jnp.asarray(generator.uniform(0, strongest, (1, 300, 4)), jnp.float32),
+    options: dict[str, Any] = {
+        "beta": jnp.asarray(generator.uniform(0, 2, (1, T, 4)), jnp.float32),
+        "decay": -jnp.asarray(generator.uniform(0, strongest, (1, T, 4)), jnp.float32),
     }
+    if states:
+        state = jnp.asarray(generator.normal(size=(1, 4, D, D)), jnp.float32)
+        options |= {"initial_state": state, "return_state": True}
     wanted = numerics.oracle("gated_delta_rule", *qkv, **options)
-    found = numerics.run(
-        "gated_delta_rule", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options
+    found, again = (
+        numerics.run(
+            "gated_delta_rule", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options
+        )
+        for _ in range(2)
     )
+    assert all(jnp.array_equal(found[name], again[name]) for name in found)
     numerics.compare(found, wanted)

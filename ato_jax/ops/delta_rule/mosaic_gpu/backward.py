@@ -1,4 +1,5 @@
-"""The backward pass: what is kept of the forward walk, the walk back, the chunks' gradients."""
+"""The backward pass: what is kept of the forward walk, the walk back, what the rounding of states
+takes from ddecay, the chunks' gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from ato_jax.mosaic import BF16, F32
 from ato_jax.ops.delta_rule.mosaic_gpu import steps
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config
 from ato_jax.ops.delta_rule.mosaic_gpu.gradient import chunk_gradients
+from ato_jax.ops.delta_rule.mosaic_gpu.remainders import remainders
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import Solved, solve_chunks
 from ato_jax.ops.delta_rule.mosaic_gpu.walk_backward import walk_backward
 from ato_jax.ops.delta_rule.mosaic_gpu.walk_forward import walk_forward
@@ -34,7 +36,9 @@ class Kept(NamedTuple):
 
 def keep(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Kept:
     """The forward pass."""
-    solved = solve_chunks(spec, config, inputs.k, steps.given_of(spec, inputs))
+    decays = spec.decay is not None
+    given = steps.given_of(spec, inputs)
+    solved = solve_chunks(spec, config, inputs.k, given, leaves_alike=decays)
     found = walk_forward(spec, config, inputs, solved, keeps=True)
     assert found.written is not None and found.states is not None
     return Kept(*found.outputs, solved, found.written, found.states, found.maps)
@@ -49,9 +53,13 @@ def backward(
         kept = keep(spec, config, inputs)
     back = walk_backward(spec, config, inputs, cotangents, kept.solved, kept.maps)
     arrays = dict(q=inputs.q, k=inputs.k, dout=cotangents.out, dr=back.dv)
-    arrays |= {} if back.rest is None else {"rest": back.rest}
     arrays |= dict(written=kept.written, states=kept.states, dstates=back.dstates)
-    found = chunk_gradients(spec, config, arrays | dict(numbers=kept.solved.numbers))
+    arrays |= dict(numbers=kept.solved.numbers)
+    if back.rest is not None:
+        arrays |= dict(rest=back.rest)
+        last = cotangents.state if spec.return_state else None
+        arrays |= dict(remainders=remainders(spec, config, arrays, inputs.initial_state, last))
+    found = chunk_gradients(spec, config, arrays)
     return Inputs(
         q=over_group(spec, found.dq),
         k=over_group(spec, found.dk),

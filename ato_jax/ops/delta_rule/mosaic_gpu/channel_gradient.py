@@ -117,9 +117,7 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
 
     def dots_of(columns: Columns) -> list[jax.Array]:
         """dr . u, which one worker forms."""
-        if number > 0:
-            return []
-        return [dot(columns.dr[0], load(columns.written[0]).astype(F32))]
+        return chunk_gradient.dots_of_errors(columns) if number == 0 else []
 
     (read, recalled, written, *pairs), of_beta = chunk_gradient.multiply_columns(
         kernel, item, (3 + len(formed), 1 if number == 0 else 0), factors_of, dots_of

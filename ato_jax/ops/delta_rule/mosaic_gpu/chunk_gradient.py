@@ -162,6 +162,7 @@ class Kernel:
     dq: Any
     dk: Any
     rest: Any = None
+    remainders: Any = None
     decays: Any = None
     last: Any = None
     ddecay: Any = None
@@ -267,9 +268,7 @@ def load_columns(kernel: Kernel, item: Item, rows: Any, block: Any, _: None) -> 
             plgpu.copy_gmem_to_smem(source, tiles.at[slot, of_key], barrier)
 
 
-def work(
-    one_chunk: Callable[[Kernel, int, Item], None], kernel: Kernel, number: int
-) -> None:
+def work(one_chunk: Callable[[Kernel, int, Item], None], kernel: Kernel, number: int) -> None:
     kernel.deal.each(functools.partial(one_chunk, kernel, number))
     plgpu.wait_smem_to_gmem(0)
     if kernel.own.handed is not None:
@@ -312,12 +311,22 @@ def of_pairs(columns: Columns) -> list[Factors]:
     ]
 
 
+def dots_of_errors(columns: Columns) -> list[jax.Array]:
+    """dr . u with all of their parts, [64]. It is also the diagonal of dr u^T, but this is formed
+    while products are in flight, and that would be behind them."""
+    dr, u = (
+        sum((load(part).astype(F32) for part in rest), start=load(first).astype(F32))
+        for first, *rest in (columns.dr, columns.written)
+    )
+    return [jnp.sum(dr * u, axis=1)]
+
+
 def multiply_columns(
     kernel: Kernel,
     item: Item,
     counts: tuple[int, int],
     factors_of: Callable[[Columns], list[Factors]],
-    dots_of: Callable[[Columns], list[jax.Array]],
+    dots_of: Callable[[Columns], list[jax.Array]] = lambda columns: [],
     behind: Callable[[Any], None] = lambda block: None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """As many sums over v's columns as `counts` has: of products, [64, 64] each, and of `dots_of`,
@@ -350,9 +359,7 @@ def publish_dots(kernel: Kernel, number: int, dots: tuple[jax.Array, jax.Array])
         kernel.own.dot_sums.at[number, which][...] = own_dot
 
 
-def project(
-    kernel: Kernel, number: int, gradients: tuple[jax.Array, jax.Array]
-) -> list[jax.Array]:
+def project(kernel: Kernel, number: int, gradients: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
     """dq and dk without what they have along q and k, once all workers have published dots."""
     own, spec = kernel.own, kernel.spec
     found = []

@@ -13,7 +13,8 @@ sum of log decays from the chunk's first step to t, and e(s..t) = exp(L_t - L_s)
 
 and dL_C for the chunk's last step has exp(L_C) <S, dS'> + sum_s exp(L_C - L_s) k_s . u_s dS'^T
 besides. A step's decay is part of L from the step on, so its gradient is the sum of dL over it and
-all later steps of its chunk, and over the workers' columns.
+all later steps of its chunk, and over the workers' columns. Where the rounding of S and dS' would
+take much from it, it has what `remainders.py` found, too.
 
 u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
 
@@ -44,7 +45,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Buffer, Item, load
-from ato_jax.ops.delta_rule.mosaic_gpu import chunk_gradient, frame, steps
+from ato_jax.ops.delta_rule.mosaic_gpu import chunk_gradient, frame, remainders, steps
 from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Kernel, Storage, dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers
@@ -75,9 +76,7 @@ class Gradients(NamedTuple):
     ddecay: jax.Array | None  # as dbeta
 
 
-def chunk_gradients(
-    spec: DeltaRuleSpec, config: Config, arrays: dict[str, jax.Array]
-) -> Gradients:
+def chunk_gradients(spec: DeltaRuleSpec, config: Config, arrays: dict[str, jax.Array]) -> Gradients:
     """`arrays`: the inputs in global memory, by the names of `Kernel`."""
     rows = frame.chunks_of(spec) * C  # whole chunks, so that stores need no mask
     shape = (rows, spec.H) if spec.layout == "bthd" else (spec.H, rows)
@@ -100,12 +99,8 @@ def hand_pairs(kernel: Kernel) -> None:
 def pairs_of_chunk(kernel: Kernel, item: Item) -> None:
     """Hands F and -N to the workers, and stores dbeta."""
     own = kernel.own
-
-    def dots_of(columns: Columns) -> list[jax.Array]:
-        return [dot(columns.dr[0], load(columns.written[0]).astype(F32))]
-
     pairs, (of_beta,) = chunk_gradient.multiply_columns(
-        kernel, item, (2, 1), chunk_gradient.of_pairs, dots_of
+        kernel, item, (2, 1), chunk_gradient.of_pairs, chunk_gradient.dots_of_errors
     )
     own.chunks.produced.wait(0)
     beta = load(own.numbers.at[frame.BETA], OF_ROWS)
@@ -151,10 +146,11 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     dq = numbers.times(read, numbers.of_read())
     recalled = numbers.times(-recalled, numbers.of_recalled())
     written = numbers.times(written, numbers.of_written())
-    last = decay = None
+    last = of_decay = None
     if spec.decay is not None:
         last = dot(k, written) + dots[0] * numbers.kept()
-        decay = load(own.numbers.at[frame.DECAY], OF_ROWS)
+        # Loaded here, while the slot is held.
+        of_decay = load(own.numbers.at[frame.DECAY], OF_ROWS), own.numbers[frame.ALIKE, 0]
     own.handed.produced.wait(0)
     reads, corrections = (
         [tiles.at[first + part] for part in range(frame.PARTS)]
@@ -188,12 +184,13 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(0)
     kernel.store_rows(item, number, tiles.at[0], tiles.at[1])
-    if decay is not None and number == frame.blocks_of_key(spec) - 1:
-        store_decay_gradient(kernel, item, decay)
+    if of_decay is not None and number == frame.blocks_of_key(spec) - 1:
+        store_decay_gradient(kernel, item, *of_decay)
 
 
-def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array) -> None:
-    """Adds up dL from each step to the chunk's end. `decay`: the steps' log2 decays, [64]."""
+def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array, alike: Any) -> None:
+    """Adds up dL from each step to the chunk's end. `decay`: the steps' log2 decays, [64]; `alike`:
+    whether the chunk's keys are alike."""
     own, spec = kernel.own, kernel.spec
     of_steps, of_last = (
         sum(
@@ -202,11 +199,24 @@ def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array) -> None:
         )
         for which in (OF_LOG_DECAY, OF_LAST)
     )
-    later = mosaic.hidden_position(1) >= mosaic.hidden_position(0)
-    terms = jnp.where(later, mosaic.in_rows(of_steps, C), 0.0) + mosaic.in_rows(of_last, C)
-    found = jnp.where(decay > LEAST_LOG_DECAY, jnp.sum(terms, axis=1), 0.0)
+    found = with_remainders(kernel, item, alike, steps.sums_to_end(of_steps, of_last))
     target = steps.of_chunk(spec, kernel.ddecay, item, item.head, item.piece)
-    mosaic.store_in_memory(target, found)
+    mosaic.store_in_memory(target, jnp.where(decay > LEAST_LOG_DECAY, found, 0.0))
+
+
+def with_remainders(kernel: Kernel, item: Item, alike: Any, found: jax.Array) -> jax.Array:
+    """ddecay, with what `remainders.py` left for the chunk."""
+    at = kernel.place(item)
+    for walk in remainders.WALKS:
+
+        def add(found: jax.Array, walk: int = walk) -> jax.Array:
+            for block in range(kernel.steps):
+                found += load(kernel.remainders.at[(walk, block, *at)], OF_ROWS, optimized=False)
+            return found
+
+        is_left = remainders.is_left(kernel.spec, walk, alike, item.piece)
+        found = lax.cond(is_left, add, lambda found: found, found)
+    return found
 
 
 def publish_pairs(kernel: Kernel, of_values: list[jax.Array]) -> None:

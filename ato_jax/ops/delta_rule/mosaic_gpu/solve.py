@@ -16,6 +16,11 @@ Z has blocks of m rows, so Z A_m is Z A in the places of A_m. Matrices lie in bl
 and a product takes 16 rows of one, those that hold A_m. Every factor is in two parts of bfloat16.
 Powers of A would take fewer products, but their terms cancel where keys are alike.
 
+For a backward pass with decays it also finds the chunks whose keys are alike, that is span few
+directions, which `remainders.py` is for: there the squares of A add up to more than those of what
+keys make with themselves. For keys at random of 64 columns they are half of it, for n keys in turn
+32 / n times as much.
+
     MEMORY (n)       loads a chunk of k for each WORKER; makes the numbers of its steps
       |  chunks: loaded, and made; consumed once X is known
       v
@@ -56,10 +61,11 @@ class Storage(mosaic.Storage):
     numbers: Array  # [STAGES, WORKERS, NUMBERS, 64] float32
     lower: Array  # [WORKERS, PARTS, 4, 64, 16] A in two parts
     inverse: Array  # [WORKERS, PARTS, 4, 64, 16] Z, then X, in two parts
+    excess: Array  # [WORKERS, 64] float32: what ALIKE is made of
     chunks: Ring
 
 
-def storage_of(spec: DeltaRuleSpec) -> Storage:
+def storage_of(spec: DeltaRuleSpec, leaves_alike: bool) -> Storage:
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
     k = Buffer(tiling.of_rows(STAGES, WORKERS, blocks, C, C), copies=WORKERS * blocks)
     return Storage(
@@ -67,6 +73,7 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
         numbers=Buffer(frame.numbers_in_memory(STAGES, WORKERS)),
         lower=Buffer(column_blocks()),
         inverse=Buffer(column_blocks()),
+        excess=Buffer(plgpu.SMEM((WORKERS, C), F32)) if leaves_alike else None,
         chunks=Ring.of(STAGES, (k, MEMORY), (WORKER,)),
     )
 
@@ -106,7 +113,15 @@ class Solved(NamedTuple):
     numbers: jax.Array  # those of `steps.py`, [B, H, chunks, NUMBERS, 64] float32
 
 
-def solve_chunks(spec: DeltaRuleSpec, config: Config, k: jax.Array, given: steps.Given) -> Solved:
+def solve_chunks(
+    spec: DeltaRuleSpec,
+    config: Config,
+    k: jax.Array,
+    given: steps.Given,
+    *,
+    leaves_alike: bool = False,
+) -> Solved:
+    """`leaves_alike`: whether ALIKE is among the numbers."""
     deal = frame.deal_of_chunks(spec, config, WORKERS)
     chunks = (spec.B, spec.H, deal.pieces * WORKERS)
     types = {
@@ -116,7 +131,7 @@ def solve_chunks(spec: DeltaRuleSpec, config: Config, k: jax.Array, given: steps
     found = frame.launch(
         "solve",
         deal,
-        storage_of(spec),
+        storage_of(spec, leaves_alike),
         ((MEMORY, memory), (WORKER, work)),
         functools.partial(Kernel, spec, deal),
         {"k": k, **given.present()},
@@ -147,7 +162,8 @@ def load_item(kernel: Kernel, item: Item) -> None:
     steps.make(spec, kernel.given, item, chunks, targets)
     for worker, target in enumerate(targets):
         at = item.batch, item.head, item.piece * WORKERS + worker
-        plgpu.copy_smem_to_gmem(target, kernel.numbers.at[at])
+        made = pl.ds(0, frame.ALIKE)
+        plgpu.copy_smem_to_gmem(target.at[made], kernel.numbers.at[(*at, made)])
     own.chunks.produced.arrive(slot)
 
 
@@ -174,10 +190,16 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
         beta = beta * load(numbers.at[frame.OF_KEYS], OF_ROWS)
     row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     lower = frame.decayed_pairs(spec, k, k, numbers) * mosaic.in_columns(beta, C)
+    if own.excess is not None:
+        excess = more_than_itself(lower, numbers, spec.normalize_qk)
+        own.excess.at[worker][...] = excess
     blocks = columns_of(jnp.where(row > column, lower, 0.0))
     store(own.lower.at[worker], [frame.in_two_parts(block) for block in blocks])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     inverse = unit_inverse(blocks, own.lower.at[worker], own.inverse.at[worker])
+    if own.excess is not None:
+        at = item.batch, item.head, item.piece * WORKERS + worker, frame.ALIKE
+        mosaic.store_in_memory(kernel.numbers.at[at], are_alike(own.excess.at[worker]))
     solved = []
     for n, block in enumerate(inverse):
         beta = load(numbers.at[frame.BETA, pl.ds(n * BLOCK, BLOCK)], OF_COLUMNS)
@@ -187,6 +209,24 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     own.chunks.consumed.arrive(slot)
     target = kernel.solved.at[item.batch, item.head, item.piece * WORKERS + worker]
     leave(own.inverse, target, worker)
+
+
+def more_than_itself(pairs: jax.Array, numbers: Any, normalized: bool) -> jax.Array:
+    """[64]: for each row of A without the mask, by how much the squares of A exceed what the row's
+    key makes with itself."""
+    row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
+    if normalized:
+        itself = load(numbers.at[frame.BETA], OF_ROWS)
+    else:
+        itself = jnp.sum(jnp.where(row == column, pairs, 0.0), axis=1)
+    lower = jnp.where(row > column, pairs, 0.0)
+    return jnp.sum(lower * lower, axis=1) - itself * itself
+
+
+def are_alike(excess: Any) -> jax.Array:
+    """64 equal numbers: 1 where all rows' excess is above 0 in sum, else 0."""
+    total = jnp.sum(mosaic.in_rows(load(excess, OF_COLUMNS), C), axis=1)
+    return jnp.where(total > 0, 1.0, 0.0)
 
 
 def columns_of(x: jax.Array) -> list[jax.Array]:

@@ -12,8 +12,10 @@ chunk's last step:
                 RECALLED     OF_KEYS exp2(L_t): of k_t, as it recalls from that state
                 WRITTEN      OF_KEYS exp2(L_C - L_t): of k_t, as it is written to the last state
     d_t         DECAY
+                ALIKE        the same for all steps of a chunk: 1 where its keys are alike, else 0
 
-Without a decay L_t is 0; nobody reads LOG_DECAY and DECAY then, and nothing is stored there.
+Without a decay L_t is 0; nobody reads LOG_DECAY and DECAY then, and nothing is stored there. ALIKE
+is made where the pairs' products are (`solve.py`), and only for a backward pass with decays.
 
 beta, decays and lengths are read where the caller has them, one number of each of 64 rows. A sum
 L_t is one of 64 terms, those beyond t taken as 0, so all sums of a chunk are added up in the same
@@ -124,3 +126,11 @@ def store(spec: DeltaRuleSpec, given: Given, target: Any) -> None:
 def alike(number: float) -> jax.Array:
     """[64]: a number for each row."""
     return plgpu.layout_cast(jnp.full(C, number, F32), OF_ROWS)
+
+
+def sums_to_end(of_steps: jax.Array, of_last: jax.Array) -> jax.Array:
+    """[64] of rows: the sum of `of_steps` over each step and all later ones, and of all `of_last`,
+    both [64] of columns."""
+    later = mosaic.hidden_position(1) >= mosaic.hidden_position(0)
+    terms = jnp.where(later, mosaic.in_rows(of_steps, C), 0.0) + mosaic.in_rows(of_last, C)
+    return jnp.sum(terms, axis=1)

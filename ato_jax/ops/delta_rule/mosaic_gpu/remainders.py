@@ -1,0 +1,387 @@
+"""What the rounding of states takes from a decay's gradient, in the chunks where that is much.
+
+`gradient.py` has S and dS' of a chunk rounded to bfloat16, S~ and dS~. Where the chunk's keys span
+few directions S lies along these, and little of dS' does, since each step takes from dS what lies
+along its key. So <S, dS'>, of which a decay's gradient is made, is far smaller than the factors,
+and than what rounding takes from it. With the letters of `gradient.py`, e = S - S~ and
+d = dS' - dS~, the gradient lacks
+
+    dL_t   scale * exp(L_t) dout_t . (q_t e) - exp(L_t) dr_t . (k_t e)                 by e
+           -exp(L_C - L_t) u_t . (k_t d)                                               by d
+    dL_C   exp(L_C) <e, dS~>                                                           by e
+           exp(L_C) <S~, d> + sum_s exp(L_C - L_s) u_s . (k_s d)                       by d
+
+in the chunks whose keys `solve.py` finds to be alike. So it does in the first chunk where there is
+a first state, by e, and in the last one where there is a cotangent of the last state, by d: these
+states are the caller's, and may be large.
+
+S and dS' are walked again for it, in float32, from u and dr in two parts: no chunk then waits for
+its own products, so this takes less than the walks did, and no room in memory. A block walks S as
+far as the last chunk that is alike, or dS' as far as the first one, of a head and of 64 of v's
+columns. Mostly there is none, and the kernel ends at once.
+
+    MEMORY      loads a chunk's rows, states and numbers
+      |  chunks: loaded; consumed once the next state is known
+      v
+    WORKER      carries S or dS'
+
+    symbol              shape       what it is
+    q, k                [64, D]     a chunk's rows, in blocks of 64 columns
+    dout, dr, u         [64, 64]    a chunk's rows, 64 of their columns; dr and u in two parts
+    S, dS', S~, dS~     [D, 64]     transposed, [64, 64] for each block of D; e and d lie over S~
+                                    and dS~
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, load
+from ato_jax.ops.delta_rule.mosaic_gpu import frame
+from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import dot
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, PARTS, C, Config
+from ato_jax.ops.delta_rule.mosaic_gpu.steps import sums_to_end
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers
+from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
+
+STAGES = 2
+WORKER = frame.worker_role(1)
+# The two walks: from the first chunk, with S, and from the last one, with dS'.
+FROM_START, FROM_END = WALKS = range(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    q: Array  # [STAGES, D / 64, 64, 64]
+    k: Array  # as q
+    dout: Array  # [STAGES, 64, 64]
+    dr: Array  # as dout
+    rest: Array  # as dout: dr's second part
+    written: Array  # [STAGES, PARTS, 64, 64] u
+    states: Array  # [STAGES, D / 64, 64, 64] S~^T
+    dstates: Array  # as states: dS~^T
+    numbers: Array  # [STAGES, NUMBERS, 64] float32
+    sums: Array  # [2, 64] float32: dL, and what dL_C has besides
+    chunks: Ring
+
+
+def storage_of(spec: DeltaRuleSpec) -> Storage:
+    blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
+    loaded = {
+        name: Buffer(tiling.of_rows(STAGES, blocks, C, HALF), copies=blocks) for name in ("q", "k")
+    }
+    for name in ("dout", "dr", "rest"):
+        loaded[name] = Buffer(tiling.of_rows(STAGES, C, HALF))
+    loaded["written"] = Buffer(tiling.shared(STAGES, PARTS, C, HALF), copies=PARTS)
+    for name in ("states", "dstates"):
+        loaded[name] = Buffer(tiling.shared(STAGES, blocks, HALF, HALF), copies=blocks)
+    loaded["numbers"] = Buffer(frame.numbers_in_memory(STAGES))
+    chunks = Ring.of(STAGES, loaded.values(), (WORKER,))
+    return Storage(**loaded, sums=Buffer(plgpu.SMEM((2, C), F32)), chunks=chunks)
+
+
+class Place(NamedTuple):
+    """What of the call an item is of."""
+
+    walk: Any  # `FROM_START` or `FROM_END`
+    head: Any
+    block: Any  # the number of the 64 of v's columns
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The call, the blocks' work, the storage of a block, and the arrays in global memory."""
+
+    spec: DeltaRuleSpec
+    deal: mosaic.Deal
+    own: Storage
+    q: Any
+    k: Any
+    dout: Any
+    dr: Any
+    rest: Any
+    written: Any  # [B, H, chunks, V / 64, PARTS, 64, 64]
+    states: Any  # [B, H, chunks, V / 64, D / 64, 64, 64]
+    dstates: Any
+    numbers: Any
+    reach: Any  # [WALKS, B, H]
+    remainders: Any  # [WALKS, V / 64, B, H, chunks, 64]
+    first: Any = None  # [B, H, V, D] float32: the first state
+    last: Any = None  # as `first`: the last state's cotangent
+
+    def place(self, item: Item) -> Place:
+        blocks, walks = self.spec.V // HALF, len(WALKS)
+        rest = lax.div(item.head, walks)
+        return Place(lax.rem(item.head, walks), lax.div(rest, blocks), lax.rem(rest, blocks))
+
+    def each(self, do: Callable[[Item], None]) -> Any:
+        """Runs `do` for each item that walks over any chunk; returns how many chunks these had."""
+
+        def cut(item: Item) -> Item:
+            place = self.place(item)
+            return item._replace(chunks=self.reach[place.walk, item.batch, place.head])
+
+        return self.deal.each(do, lambda item: item.chunks > 0, cut)
+
+    def number_of(self, walk: Any, chunk: Any) -> Any:
+        """The number in the sequence of the chunk that is walked as number `chunk`."""
+        return jnp.where(walk == FROM_START, chunk, frame.chunks_of(self.spec) - 1 - chunk)
+
+
+def reach_of(spec: DeltaRuleSpec, numbers: jax.Array) -> jax.Array:
+    """[WALKS, B, H] int32: how many chunks each walk goes over."""
+    chunks = frame.chunks_of(spec)
+    here, number = numbers[:, :, :chunks, frame.ALIKE, 0] > 0, jnp.arange(chunks, dtype=jnp.int32)
+    upto = jnp.stack([number + 1, chunks - number])[:, None, None]
+    least = jnp.array([spec.initial_state, spec.return_state], jnp.int32)
+    # One sum, so that XLA launches one kernel.
+    return jnp.max(jnp.where(here, upto, least[:, None, None, None]), axis=3)
+
+
+def is_left(spec: DeltaRuleSpec, walk: int, alike: Any, number: Any) -> Any:
+    """Whether a walk leaves remainders for the chunk of this number. `alike`: the chunk's own."""
+    if walk == FROM_START:
+        return (alike > 0) | (number == 0) if spec.initial_state else alike > 0
+    if spec.return_state:
+        return (alike > 0) | (number == frame.chunks_of(spec) - 1)
+    return alike > 0
+
+
+def remainders(
+    spec: DeltaRuleSpec,
+    config: Config,
+    arrays: dict[str, jax.Array],
+    first: jax.Array | None,
+    last: jax.Array | None,
+) -> jax.Array:
+    """What each step's ddecay lacks, [WALKS, V / 64, B, H, chunks, 64], set where `is_left` holds.
+
+    Args:
+      arrays: the inputs in global memory, by the names of `Kernel`.
+      first: the first state, [B, H, D, V].
+      last: the last state's cotangent.
+    """
+    ends = {"first": first, "last": last}
+    arrays = arrays | {"reach": reach_of(spec, arrays["numbers"])}
+    arrays |= {name: jnp.swapaxes(one, 2, 3) for name, one in ends.items() if one is not None}
+    chunks, blocks = frame.chunks_of(spec), spec.V // HALF
+    heads = spec.H * blocks * len(WALKS)
+    deal = mosaic.Deal(spec.B, heads, chunks * C, chunks * C, 1, config.solve_blocks)
+    shape = (len(WALKS), blocks, spec.B, spec.H, chunks, C)
+    found = frame.launch(
+        "remainders",
+        deal,
+        storage_of(spec),
+        ((MEMORY, memory), (WORKER, work)),
+        functools.partial(Kernel, spec, deal),
+        arrays,
+        {"remainders": jax.ShapeDtypeStruct(shape, F32)},
+    )
+    return found["remainders"]
+
+
+def memory(kernel: Kernel) -> None:
+    """Loads chunks as slots come free."""
+    steps = kernel.each(functools.partial(load_item, kernel))
+    kernel.own.chunks.drain(steps)
+
+
+def load_item(kernel: Kernel, item: Item) -> None:
+    own, spec, tiling = kernel.own, kernel.spec, frame.tiling(kernel.spec)
+    walk, head, column = kernel.place(item)
+    key_head = frame.key_head(spec, head)
+
+    def load_chunk(chunk: Any, _: None) -> None:
+        step, number = item.before + chunk, kernel.number_of(walk, chunk)
+        rows = pl.ds(number * C, C)
+        slot = own.chunks.slot(step)
+        own.chunks.acquire(step)
+        barrier = own.chunks.produced.at[slot]
+        for ref, tiles in ((kernel.q, own.q), (kernel.k, own.k)):
+            targets = frame.blocks_at(spec, tiles, slot)
+            frame.load_rows(spec, item, ref, rows, key_head, targets, barrier)
+        for ref, tiles in ((kernel.dout, own.dout), (kernel.dr, own.dr), (kernel.rest, own.rest)):
+            source = tiling.part(ref, item, rows, head, column)  # [64, 64]
+            plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tiles.at[slot]), barrier)
+        at = item.batch, head, number
+        for ref, tiles, parts in (
+            (kernel.written, own.written, PARTS),
+            (kernel.states, own.states, frame.blocks_of_key(spec)),
+            (kernel.dstates, own.dstates, frame.blocks_of_key(spec)),
+        ):
+            for part in range(parts):
+                source = ref.at[(*at, column, part)]  # [64, 64]
+                plgpu.copy_gmem_to_smem(source, tiles.at[slot, part], barrier)
+        plgpu.copy_gmem_to_smem(kernel.numbers.at[at], own.numbers.at[slot], barrier)
+
+    lax.fori_loop(0, item.chunks, load_chunk, None)
+
+
+def work(kernel: Kernel) -> None:
+    def walk_item(item: Item) -> None:
+        place = kernel.place(item)
+        for walk, start, step in (
+            (FROM_START, kernel.first, step_from_start),
+            (FROM_END, kernel.last, step_from_end),
+        ):
+            here = functools.partial(carry, kernel, item, place._replace(walk=walk), start, step)
+            pl.when(place.walk == walk)(here)
+
+    kernel.each(walk_item)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A chunk of an item: its number in the sequence, and its slot."""
+
+    kernel: Kernel
+    item: Item
+    place: Place
+    number: Any
+    slot: Any
+
+    def blocks(self, tiles: Any) -> list[Any]:
+        return frame.blocks_at(self.kernel.spec, tiles, self.slot)
+
+    def factor(self, which: int) -> jax.Array:
+        """[64]: one of the numbers of each step."""
+        return load(self.kernel.own.numbers.at[self.slot, which], OF_ROWS)
+
+    def numbers(self) -> Numbers:
+        return Numbers(self.kernel.spec, self.kernel.own.numbers.at[self.slot], OF_COLUMNS)
+
+    def columns_of(self, tiles: Any) -> jax.Array:
+        """A tile [64, 64] of rows, transposed."""
+        return mosaic.load_transposed(tiles.at[self.slot]).astype(F32)
+
+    def is_left(self) -> Any:
+        alike = self.kernel.own.numbers[self.slot, frame.ALIKE, 0]
+        return is_left(self.kernel.spec, self.place.walk, alike, self.number)
+
+
+def carry(
+    kernel: Kernel,
+    item: Item,
+    place: Place,
+    start: Any,
+    step: Callable[[Chunk, list[jax.Array]], list[jax.Array]],
+) -> None:
+    """Carries 64 columns of S or dS', transposed, over the chunks of an item."""
+    own, spec = kernel.own, kernel.spec
+    columns, blocks = pl.ds(place.block * HALF, HALF), range(frame.blocks_of_key(spec))
+    state = [mosaic.zeros(HALF, HALF) for _ in blocks]
+    if start is not None:
+        # Times 1 as in `walk.carry_item`.
+        at = item.batch, place.head, columns
+        sources = [start.at[(*at, pl.ds(block * HALF, HALF))] for block in blocks]
+        state = [1.0 * load(source, optimized=False) for source in sources]
+
+    def one(chunk: Any, state: list[jax.Array]) -> list[jax.Array]:
+        slot = own.chunks.slot(item.before + chunk)
+        own.chunks.produced.wait(slot)
+        here = Chunk(kernel, item, place, kernel.number_of(place.walk, chunk), slot)
+        found = step(here, state)
+        plgpu.commit_smem()  # what was read of the slot, ahead of the load that overwrites it
+        own.chunks.consumed.arrive(slot)
+        return found
+
+    lax.fori_loop(0, item.chunks, one, state)
+
+
+def step_from_start(here: Chunk, S: list[jax.Array]) -> list[jax.Array]:
+    """Leaves what a chunk lacks by e; returns S'."""
+    own, numbers = here.kernel.own, here.numbers()
+
+    @pl.when(here.is_left())
+    def _() -> None:
+        e, last = take_rounded(S, here.blocks(own.states), here.blocks(own.dstates))
+        of_queries, of_keys = mosaic.multiply(
+            *(
+                (mosaic.zeros(C, HALF), list(zip(here.blocks(rows), e, strict=True)))
+                for rows in (own.q, own.k)
+            )
+        )
+        read = dot(own.dout.at[here.slot], of_queries)
+        recalled = dot(own.dr.at[here.slot], of_keys) + dot(own.rest.at[here.slot], of_keys)
+        of_steps = here.factor(frame.READ) * read - here.factor(frame.RECALLED) * recalled
+        leave(here, of_steps, last * numbers.kept())
+
+    parts = [mosaic.load_transposed(own.written.at[here.slot, part]) for part in range(PARTS)]
+    u = parts[0].astype(F32) + parts[1].astype(F32)
+    written = frame.in_two_parts(numbers.times(u, numbers.of_written()))
+    return add_products(numbers, S, [(written, here.blocks(own.k))])
+
+
+def step_from_end(here: Chunk, dstate: list[jax.Array]) -> list[jax.Array]:
+    """Leaves what a chunk lacks by d; returns dS."""
+    own, numbers = here.kernel.own, here.numbers()
+
+    @pl.when(here.is_left())
+    def _() -> None:
+        d, last = take_rounded(dstate, here.blocks(own.dstates), here.blocks(own.states))
+        keys = here.blocks(own.k)
+        (of_keys,) = mosaic.multiply((mosaic.zeros(C, HALF), list(zip(keys, d, strict=True))))
+        written = here.factor(frame.WRITTEN) * dot(own.written.at[here.slot, 0], of_keys)
+        leave(here, -written, last * numbers.kept() + written)
+
+    read = frame.in_two_parts(numbers.times(here.columns_of(own.dout), numbers.of_read()))
+    dr = here.columns_of(own.dr) + here.columns_of(own.rest)
+    recalled = frame.in_two_parts(numbers.times(-dr, numbers.of_recalled()))
+    return add_products(
+        numbers, dstate, [(read, here.blocks(own.q)), (recalled, here.blocks(own.k))]
+    )
+
+
+def take_rounded(
+    state: list[jax.Array], rounded: list[Any], other: list[Any]
+) -> tuple[list[Any], jax.Array]:
+    """What rounding took from a state, which then lies over the rounded one, transposed back; and
+    its product with the `other` rounded state, a sum for each of v's columns."""
+    sums = []
+    for exact, tile, factor in zip(state, rounded, other, strict=True):
+        left = exact - load(tile).astype(F32)
+        sums.append(dot(factor, left))
+        tile[...] = left.astype(BF16)
+    plgpu.commit_smem()
+    return [tile.T for tile in rounded], sum(sums[1:], start=sums[0])
+
+
+def add_products(
+    numbers: Numbers,
+    state: list[jax.Array],
+    factors: list[tuple[tuple[jax.Array, jax.Array], list[Any]]],
+) -> list[jax.Array]:
+    """The next state: what the chunk keeps of it, and the products of columns in two parts with
+    rows of keys or queries."""
+    kept = numbers.kept()
+    return list(
+        mosaic.multiply(
+            *(
+                (block * kept, [(part, rows[n]) for parts, rows in factors for part in parts])
+                for n, block in enumerate(state)
+            )
+        )
+    )
+
+
+def leave(here: Chunk, of_steps: jax.Array, of_last: jax.Array) -> None:
+    """Stores the sums of dL from each step to the chunk's end. `of_last`: what, added up, the last
+    step has besides."""
+    kernel, sums = here.kernel, here.kernel.own.sums
+    for to, terms in zip((sums.at[0], sums.at[1]), (of_steps, of_last), strict=True):
+        to[...] = terms
+    plgpu.commit_smem()
+    found = sums_to_end(load(sums.at[0], OF_COLUMNS), load(sums.at[1], OF_COLUMNS))
+    at = here.place.walk, here.place.block, here.item.batch, here.place.head, here.number
+    mosaic.store_in_memory(kernel.remainders.at[at], found)
+    plgpu.commit_smem()  # ahead of what overwrites the sums
