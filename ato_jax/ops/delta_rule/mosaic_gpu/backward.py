@@ -1,5 +1,5 @@
-"""The backward pass: what is kept of the forward walk, the walk back, what the rounding of states
-takes from ddecay, the chunks' gradients."""
+"""The backward pass: what is kept of the forward walk, the walk back, the corrections of ddecay
+for rounded states, the chunks' gradients."""
 
 from __future__ import annotations
 

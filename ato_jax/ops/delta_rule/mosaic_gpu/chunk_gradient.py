@@ -312,8 +312,8 @@ def of_pairs(columns: Columns) -> list[Factors]:
 
 
 def dots_of_errors(columns: Columns) -> list[jax.Array]:
-    """dr . u with all of their parts, [64]. It is also the diagonal of dr u^T, but this is formed
-    while products are in flight, and that would be behind them."""
+    """dr . u with all of their parts, [64]. The diagonal of dr u^T is the same, but is known only
+    when the products are, and this is computed while they are in flight."""
     dr, u = (
         sum((load(part).astype(F32) for part in rest), start=load(first).astype(F32))
         for first, *rest in (columns.dr, columns.written)

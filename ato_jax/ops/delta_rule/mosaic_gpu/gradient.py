@@ -14,7 +14,7 @@ sum of log decays from the chunk's first step to t, and e(s..t) = exp(L_t - L_s)
 and dL_C for the chunk's last step has exp(L_C) <S, dS'> + sum_s exp(L_C - L_s) k_s . u_s dS'^T
 besides. A step's decay is part of L from the step on, so its gradient is the sum of dL over it and
 all later steps of its chunk, and over the workers' columns. Where the rounding of S and dS' would
-take much from it, it has what `remainders.py` found, too.
+exceed it, the corrections of `remainders.py` are added.
 
 u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
 
@@ -205,7 +205,7 @@ def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array, alike: An
 
 
 def with_remainders(kernel: Kernel, item: Item, alike: Any, found: jax.Array) -> jax.Array:
-    """ddecay, with what `remainders.py` left for the chunk."""
+    """ddecay with the corrections of `remainders.py`, where the chunk has any."""
     at = kernel.place(item)
     for walk in remainders.WALKS:
 

@@ -1,24 +1,25 @@
-"""What the rounding of states takes from a decay's gradient, in the chunks where that is much.
+"""Corrections of ddecay for the rounding of states to bfloat16, in the chunks where that matters.
 
-`gradient.py` has S and dS' of a chunk rounded to bfloat16, S~ and dS~. Where the chunk's keys span
-few directions S lies along these, and little of dS' does, since each step takes from dS what lies
-along its key. So <S, dS'>, of which a decay's gradient is made, is far smaller than the factors,
-and than what rounding takes from it. With the letters of `gradient.py`, e = S - S~ and
-d = dS' - dS~, the gradient lacks
+`gradient.py` reads S~ and dS~, which are a chunk's S and dS' rounded to bfloat16. Where the chunk's
+keys span few directions S lies along these, and little of dS' does, since each step takes from dS
+what lies along its key. Then <S, dS'>, of which a decay's gradient is made, nearly cancels, and the
+rounding errors of its factors exceed it. With the letters of `gradient.py`, e = S - S~ and
+d = dS' - dS~, the corrections are
 
     dL_t   scale * exp(L_t) dout_t . (q_t e) - exp(L_t) dr_t . (k_t e)                 by e
            -exp(L_C - L_t) u_t . (k_t d)                                               by d
     dL_C   exp(L_C) <e, dS~>                                                           by e
            exp(L_C) <S~, d> + sum_s exp(L_C - L_s) u_s . (k_s d)                       by d
 
-in the chunks whose keys `solve.py` finds to be alike. So it does in the first chunk where there is
-a first state, by e, and in the last one where there is a cotangent of the last state, by d: these
-states are the caller's, and may be large.
+Chunks whose keys `solve.py` finds to be alike get all of them. The first chunk gets those by e
+where the caller gives a first state, and the last chunk those by d where the last state has a
+cotangent: these states may be large.
 
-S and dS' are walked again for it, in float32, from u and dr in two parts: no chunk then waits for
-its own products, so this takes less than the walks did, and no room in memory. A block walks S as
-far as the last chunk that is alike, or dS' as far as the first one, of a head and of 64 of v's
-columns. Mostly there is none, and the kernel ends at once.
+For e and d a walk carries S, and another dS', in float32. u and dr are known, in two parts, so a
+step is two products for each block of the state, and no state in float32 is stored. An item is one
+walk over a head and 64 of v's columns: S from the first chunk to the last one that gets a
+correction, dS' from the last chunk down to the first one. Mostly no chunk does, and the kernel
+ends without having loaded anything.
 
     MEMORY      loads a chunk's rows, states and numbers
       |  chunks: loaded; consumed once the next state is known
@@ -91,7 +92,7 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
 
 
 class Place(NamedTuple):
-    """What of the call an item is of."""
+    """The walk, the head and the columns of v that an item covers."""
 
     walk: Any  # `FROM_START` or `FROM_END`
     head: Any
@@ -125,7 +126,7 @@ class Kernel:
         return Place(lax.rem(item.head, walks), lax.div(rest, blocks), lax.rem(rest, blocks))
 
     def each(self, do: Callable[[Item], None]) -> Any:
-        """Runs `do` for each item that walks over any chunk; returns how many chunks these had."""
+        """Calls `do` for each item that has a chunk to walk over; returns the number of chunks."""
 
         def cut(item: Item) -> Item:
             place = self.place(item)
@@ -149,7 +150,7 @@ def reach_of(spec: DeltaRuleSpec, numbers: jax.Array) -> jax.Array:
 
 
 def is_left(spec: DeltaRuleSpec, walk: int, alike: Any, number: Any) -> Any:
-    """Whether a walk leaves remainders for the chunk of this number. `alike`: the chunk's own."""
+    """Whether a walk stores corrections for the chunk of this number. `alike`: the chunk's own."""
     if walk == FROM_START:
         return (alike > 0) | (number == 0) if spec.initial_state else alike > 0
     if spec.return_state:
@@ -164,7 +165,8 @@ def remainders(
     first: jax.Array | None,
     last: jax.Array | None,
 ) -> jax.Array:
-    """What each step's ddecay lacks, [WALKS, V / 64, B, H, chunks, 64], set where `is_left` holds.
+    """The corrections of each step's ddecay, [WALKS, V / 64, B, H, chunks, 64]. Nothing is stored
+    where `is_left` does not hold.
 
     Args:
       arrays: the inputs in global memory, by the names of `Kernel`.
@@ -299,7 +301,7 @@ def carry(
 
 
 def step_from_start(here: Chunk, S: list[jax.Array]) -> list[jax.Array]:
-    """Leaves what a chunk lacks by e; returns S'."""
+    """Stores a chunk's corrections by e; returns S'."""
     own, numbers = here.kernel.own, here.numbers()
 
     @pl.when(here.is_left())
@@ -323,7 +325,7 @@ def step_from_start(here: Chunk, S: list[jax.Array]) -> list[jax.Array]:
 
 
 def step_from_end(here: Chunk, dstate: list[jax.Array]) -> list[jax.Array]:
-    """Leaves what a chunk lacks by d; returns dS."""
+    """Stores a chunk's corrections by d; returns dS."""
     own, numbers = here.kernel.own, here.numbers()
 
     @pl.when(here.is_left())
@@ -345,8 +347,8 @@ def step_from_end(here: Chunk, dstate: list[jax.Array]) -> list[jax.Array]:
 def take_rounded(
     state: list[jax.Array], rounded: list[Any], other: list[Any]
 ) -> tuple[list[Any], jax.Array]:
-    """What rounding took from a state, which then lies over the rounded one, transposed back; and
-    its product with the `other` rounded state, a sum for each of v's columns."""
+    """Overwrites the rounded state with its rounding error; returns this, transposed back, and its
+    product with the `other` rounded state, a sum for each of v's columns."""
     sums = []
     for exact, tile, factor in zip(state, rounded, other, strict=True):
         left = exact - load(tile).astype(F32)
@@ -375,8 +377,8 @@ def add_products(
 
 
 def leave(here: Chunk, of_steps: jax.Array, of_last: jax.Array) -> None:
-    """Stores the sums of dL from each step to the chunk's end. `of_last`: what, added up, the last
-    step has besides."""
+    """Stores the sums of dL from each step to the chunk's end. `of_last`: terms whose sum is
+    added to dL of the last step."""
     kernel, sums = here.kernel, here.kernel.own.sums
     for to, terms in zip((sums.at[0], sums.at[1]), (of_steps, of_last), strict=True):
         to[...] = terms

@@ -16,10 +16,11 @@ Z has blocks of m rows, so Z A_m is Z A in the places of A_m. Matrices lie in bl
 and a product takes 16 rows of one, those that hold A_m. Every factor is in two parts of bfloat16.
 Powers of A would take fewer products, but their terms cancel where keys are alike.
 
-For a backward pass with decays it also finds the chunks whose keys are alike, that is span few
-directions, which `remainders.py` is for: there the squares of A add up to more than those of what
-keys make with themselves. For keys at random of 64 columns they are half of it, for n keys in turn
-32 / n times as much.
+For a backward pass with decays it also finds the chunks that `remainders.py` is for, whose keys are
+alike, that is span few directions. A chunk's keys are alike where the sum of A[t, s]^2 over s < t
+is more than the sum of (beta_t |k_t|^2)^2. For random keys of 64 columns it is half of that, for n
+orthogonal keys in turn some 32 / n times as much. A has the decays, so keys behind strong decays
+are not alike.
 
     MEMORY (n)       loads a chunk of k for each WORKER; makes the numbers of its steps
       |  chunks: loaded, and made; consumed once X is known
@@ -212,8 +213,8 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
 
 
 def more_than_itself(pairs: jax.Array, numbers: Any, normalized: bool) -> jax.Array:
-    """[64]: for each row of A without the mask, by how much the squares of A exceed what the row's
-    key makes with itself."""
+    """[64]: for each row t the sum of A[t, s]^2 over s < t, less (beta_t |k_t|^2)^2. `pairs`: A and
+    what lies on and above its diagonal."""
     row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     if normalized:
         itself = load(numbers.at[frame.BETA], OF_ROWS)
@@ -224,7 +225,7 @@ def more_than_itself(pairs: jax.Array, numbers: Any, normalized: bool) -> jax.Ar
 
 
 def are_alike(excess: Any) -> jax.Array:
-    """64 equal numbers: 1 where all rows' excess is above 0 in sum, else 0."""
+    """64 equal numbers: 1 where the sum of all rows' excess is above 0, else 0."""
     total = jnp.sum(mosaic.in_rows(load(excess, OF_COLUMNS), C), axis=1)
     return jnp.where(total > 0, 1.0, 0.0)
 
