@@ -228,16 +228,20 @@ def test_every_shard_runs_kernels(
 
 
 @pytest.mark.lowering
-@pytest.mark.parametrize(("decay", "prefix"), [("step", ""), ("channel", "channel_")])
+@pytest.mark.parametrize(
+    ("decay", "prefix", "more"),
+    [("step", "", {"remainders"}), ("channel", "channel_", set())],
+    ids=["step-", "channel-channel_"],
+)
 def test_a_shard_of_the_delta_rule_runs_kernels(
-    monkeypatch: pytest.MonkeyPatch, decay: str, prefix: str
+    monkeypatch: pytest.MonkeyPatch, decay: str, prefix: str, more: set[str]
 ) -> None:
     """Forward and backward, with the states that its steps begin and end with."""
     monkeypatch.setattr(device, "of_call", lambda _: H200)
     row = Row("gated_delta_rule", B=1, H=2, T=1024, D=64, decay=decay)
     text = lowered(Case(row), PHASES[1], DEVICES)
     assert set(re.findall(r"gated_delta_rule_(\w+?)_mosaic", text)) == {
-        prefix + name for name in ("solve", "walk", "walk_backward", "gradients")
+        prefix + name for name in {"solve", "walk", "walk_backward", "gradients"} | more
     }
 
 
