@@ -131,7 +131,7 @@ SMALL = -np.random.default_rng(1).uniform(0, 0.1, (1, 128, 4))
             dict(decay=np.zeros((1, 200, 1)), initial_state=None),
         ),
         (dict(T=256, D=64, V=128, alike=True, weak=True), dict(slices=2), {}),
-        # What is added is of all blocks of v's columns.
+        # The corrections of every block of v's columns are added.
         (
             dict(T=200, D=64, V=128, alike=True),
             {},
@@ -209,6 +209,7 @@ def test_what_rounding_takes_from_states_is_added(
 
     def error() -> float:
         with ato_jax.interpret():
+            # A new function each time: JAX would find the program of an earlier one.
             decay = jax.jit(lambda: ddecay())()
         found = numerics.users_gradients(wanted.arrays, inputs._replace(decay=decay))["ddecay"]
         exact = wanted.exact["ddecay"]
