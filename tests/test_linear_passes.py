@@ -208,6 +208,40 @@ def test_gates_of_pieces(B: int, T: int, G: int, D: int, rows: int) -> None:
     check_compiled(functools.partial(gates.of_pieces, spec, deal), sums)
 
 
+@aot.requires_triton
+@pytest.mark.parametrize("G, D", [(3, 128), (4, 64)])
+def test_gates_of_pieces_beside_segments(G: int, D: int) -> None:
+    """Where a tile's piece has a steep chunk as of decays with the least one where a segment
+    begins; elsewhere as of decays without it, but a border keeps nothing."""
+    B, T, rows = 2, 1000, 256
+    spec, deal, decay, sums = gated(B, T, G, D, rows)
+    begins = np.zeros((B, T), bool)
+    begins[0, [5, 6, 300, 319]] = begins[1, [256, 700]] = True
+    count = np.pad(begins, ((0, 0), (0, 24))).reshape(B, -1, frame.C).cumsum(axis=2)
+    count = jnp.asarray(count.reshape(B, -1), jnp.int32)
+    with ato_jax.interpret():
+        at_borders = gates.of_steps(spec, jnp.where(begins[..., None], LEAST_DECAY, decay))
+        without = gates.of_steps(spec, jnp.where(begins[..., None], 0.0, decay))
+        plain, masked, found = (
+            gates.of_pieces(spec, deal, *given)
+            for given in ((at_borders,), (without,), (without, count))
+        )
+    np.testing.assert_array_equal(found.steep, masked.steep)
+    assert 0 < np.mean(found.steep) < 1
+    steep = np.repeat(found.steep, G // found.steep.shape[1], axis=1) > 0  # [B, G, P]
+    of_rows = np.repeat(steep, rows, axis=2)[:, :, : sums.shape[2]]
+    np.testing.assert_allclose(
+        found.gates, np.where(of_rows, at_borders, without), rtol=1e-5, atol=1e-3
+    )
+    for name in ("until", "since"):
+        wanted = np.where(of_rows, getattr(plain, name), getattr(masked, name))
+        np.testing.assert_allclose(getattr(found, name), wanted, rtol=1e-5, atol=1e-3)
+    borders = np.pad(begins, ((0, 0), (0, 24))).reshape(B, deal.pieces, -1).any(axis=2)
+    wanted = np.where(borders[:, None], 0.0, masked.keeps)
+    np.testing.assert_allclose(found.keeps, wanted, rtol=1e-4, atol=1e-15)
+    check_compiled(functools.partial(gates.of_pieces, spec, deal), without, count)
+
+
 def test_what_is_steep() -> None:
     """By the sums over a chunk's halves: where one loses all that is too much, not a row sooner."""
     q = draw(1, 128, 1, 1)[0]

@@ -1,8 +1,9 @@
-"""Causal segments by the Hopper kernels, without a decay: interpreted beside the float64 reference,
-with borders between and within chunks and pieces."""
+"""Causal segments by the Hopper kernels: interpreted beside the float64 reference, with borders
+between and within chunks and pieces."""
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 
@@ -11,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_linear_mosaic import OP, against_the_reference, draw, options_of
-from test_mosaic_lengths import poisoned
+from test_mosaic_lengths import decay_of, poisoned
 
-from ato_jax import mosaic
-from ato_jax.ops.linear_attention.mosaic_gpu import chunk_borders, frame
-from ato_jax.ops.linear_attention.spec import Inputs
-from tests import numerics
+import ato_jax
+from ato_jax import launch, mosaic
+from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.scans import borders
+from tests import aot, numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
 # Rows of each segment: borders at the edges of chunks and of the pieces of two chunks; several in a
@@ -67,6 +69,44 @@ def test_segments_without_a_decay(
 
 
 @newest
+@pytest.mark.parametrize(
+    "D, H, G, layout, names, decay, given, options",
+    [
+        (128, 1, 1, "bthd", ("some", "edges"), "step", True, {}),
+        (128, 2, 1, "bhtd", ("short",), "step", False, {"feature_map": "silu", "normalize": False}),
+        (128, 1, 1, "bhtd", ("late", "one"), "head", False, {}),
+        (64, 2, 2, "bthd", ("some", "short"), "step", False, {}),
+        (64, 4, 2, "bthd", ("late",), "head", True, {}),
+        (96, 1, 1, "bthd", ("late",), "first piece", True, {"feature_map": "relu"}),
+        (64, 2, 2, "bhtd", ("some",), "last piece", False, {}),
+        (40, 2, 2, "bhtd", ("some", "late"), "steep", False, {}),
+    ],
+)
+def test_segments_beside_a_decay(
+    D: int,
+    H: int,
+    G: int,
+    layout: str,
+    names: tuple[str, ...],
+    decay: str,
+    given: bool,
+    options: dict[str, Any],
+) -> None:
+    """Pieces with a steep chunk have no masks; one piece of two is such a one, or both, or none."""
+    B = len(names)
+    steps = decay_of("step" if "piece" in decay else decay, B, 200, G, layout)
+    if "piece" in decay:
+        rows = jnp.arange(200) < 128
+        rows = rows if decay == "first piece" else ~rows
+        steps = jnp.where(rows[:, None] if layout == "bthd" else rows, 20 * steps, steps)
+    options = options_of(B, G, layout, given, D) | {"segment_ids": ids_of(*names)} | options
+    wanted = numerics.oracle(
+        OP, *draw(B, 200, H, G, layout, D=D), causal=True, decay=steps, **options
+    )
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
 @pytest.mark.parametrize("D, H, G", [(128, 1, 1), (64, 2, 2)])
 def test_lengths_and_segments(D: int, H: int, G: int) -> None:
     """Sequences end within a segment, and padding holds NaN."""
@@ -85,17 +125,26 @@ def test_rows_that_are_no_multiple_of_8(D: int, H: int, backward: str) -> None:
     against_the_reference("mosaic_gpu", backward, wanted)
 
 
+@pytest.mark.parametrize("by", ["xla", pytest.param("triton", marks=aot.requires_triton)])
 @pytest.mark.parametrize("T", [192, 200])
-def test_rows_of_borders(T: int) -> None:
-    """What XLA makes of runs, beside loops over rows, in two pieces of two chunks."""
+def test_rows_of_borders(T: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel, or XLA, makes of runs, beside loops over rows, in two pieces of two chunks."""
+    if by == "xla":
+        monkeypatch.setattr(launch, "no_triton", "is left out")
     lengths = [[1, 62, 1, 64, 1, T - 129], [T], [100, 28, T - 128]]
     runs = np.stack([np.repeat(np.arange(len(own)), own) for own in lengths])
     whole = np.pad(runs, ((0, 0), (0, mosaic.whole_chunks(T) - T)), mode="edge")
-    spec: Any = types.SimpleNamespace(segments="self", B=3, T=T, S=T, G=2)
+    spec: Any = types.SimpleNamespace(B=3, T=T, S=T, G=2)
     deal = mosaic.Deal(3, 2, T, 2 * frame.C, 2, 3)
-    nothing = jnp.zeros(())
-    found = chunk_borders.of_sequence(spec, deal, Inputs(*[nothing] * 3, kv_segments=runs))
-    assert found is not None
+    with ato_jax.interpret():
+        found = borders.of_sequence(spec, deal, jnp.asarray(runs))
+    if by == "triton":
+        made = functools.partial(borders.of_sequence, spec, deal)
+        for kernel in aot.compile_function(made, jnp.asarray(runs), capabilities=(90,)):
+            assert not kernel.spills and kernel.fits, kernel
+    assert found.begins is not None and found.ends is not None and found.begun is not None
+    assert found.chunks is not None and found.keeps is not None
+    assert found.adding is not None and found.reading is not None
     for b, own in enumerate(whole):
         for chunk in range(whole.shape[1] // frame.C):
             first = chunk * frame.C
@@ -106,6 +155,9 @@ def test_rows_of_borders(T: int) -> None:
             here = slice(first, first + frame.C)
             np.testing.assert_array_equal(found.begins[b, here], begins)
             np.testing.assert_array_equal(found.ends[b, here], ends)
+            before = [ahead, *rows[:-1]]
+            count = np.cumsum([run != last for run, last in zip(rows, before, strict=True)])
+            np.testing.assert_array_equal(found.begun[b, here], count)
             assert list(found.chunks[b, chunk]) == [sum(rows == ahead), begins[-1]]
         for piece in range(2):
             first, end = piece * deal.rows, min(T, (piece + 1) * deal.rows)

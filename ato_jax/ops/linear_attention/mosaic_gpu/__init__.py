@@ -22,7 +22,7 @@ up to 128 columns, D = V = 64 included (`float32.py`, `float32_causal.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
 every query sees every key, gradients are made without such arrays (`projected_whole.py`).
-Lengths and causal segments are rows that do not count and steps with a decay (`steps.py`). Other
+Lengths are rows that do not count (`steps.py`), causal segments masks (`chunk_borders.py`). Other
 numbers of columns, heads and rows, and other lengths, are made to fit (`fitted.py`). All else is
 Triton's.
 """
@@ -35,6 +35,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ato_jax import mosaic
 from ato_jax.backend import Backend
@@ -179,9 +180,7 @@ def needs_fallback(spec: LinearAttentionSpec) -> bool:
     return spec.decay == "channel"
 
 
-def beats_later_backends(
-    spec: LinearAttentionSpec, device: Device, backward_follows: bool
-) -> bool:
+def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_follows: bool) -> bool:
     if not spec.feature_map.elementwise:
         # On an H200, B2 H16 T16384 D64 F128: 0.345 ms and by Triton 0.912, causal 0.430 and 1.081.
         # Triton's gradients are the same behind either forward, whose outputs alone they are given.
@@ -282,7 +281,7 @@ def _keep_with_gates(
 
 def _gates_of(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> jax.Array:
     assert inputs.decay is not None
-    if spec.kv_lengths:
+    if spec.kv_lengths or spec.segments:
         return _gates_of_steps(spec, config, steps.decay_of_steps(spec, inputs))
     if spec.decay == "head":  # which is no part of a batch
         of_heads = both_ways.gates_of_heads if frame.both_ways(spec) else gates.of_heads
@@ -387,10 +386,10 @@ def _backward_as_given(
     if decay is None:
         return _backward(spec, config, residuals, cotangents)
     residuals = residuals._replace(inputs=given._replace(decay=_gates_of(spec, config, given)))
-    if spec.kv_lengths or spec != called:
-        found = _backward(
-            spec, config, residuals, cotangents, steps.decay_of_steps(spec, given)
-        )
+    if spec.kv_lengths or spec.segments:
+        # Infinite ones have no gradient.
+        of_steps = steps.decay_of_steps(spec, given, at_borders=-jnp.inf)
+        found = _backward(spec, config, residuals, cotangents, of_steps)
         return found._replace(decay=steps.gradient_of_decay(called, given, found.decay))
     if spec.decay == "step":
         return _backward(spec, config, residuals, cotangents, decay)
@@ -430,9 +429,7 @@ def backward_with_fallback(
     ) -> Inputs:
         return causal.backward_by_channel(spec, config, residuals, cotangents, fallback)
 
-    def as_given(
-        spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs
-    ) -> Inputs:
+    def as_given(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs) -> Inputs:
         return run(spec, config, residuals, cotangents)
 
     return _fitted(as_given, spec, residuals, cotangents)

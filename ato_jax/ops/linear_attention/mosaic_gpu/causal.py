@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import mosaic
+from ato_jax.ops.linear_attention.alignment import runs_of_keys
 from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     causal_pieces,
     channel,
     channel_backward,
     channel_blocks,
-    chunk_borders,
     frame,
     narrow,
     powers,
@@ -43,6 +43,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums, units
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import flows
+from ato_jax.ops.linear_attention.scans.borders import OfSequence, of_sequence
 from ato_jax.ops.linear_attention.scans.edges import Edges, at_edges, join_pieces
 from ato_jax.ops.linear_attention.scans.gates import OfPieces, of_pieces
 from ato_jax.ops.linear_attention.spec import (
@@ -54,6 +55,7 @@ from ato_jax.ops.linear_attention.spec import (
 )
 
 State = tuple[jax.Array, jax.Array]
+NO_BORDERS = OfSequence()
 # The gradients by another backend.
 Fallback = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
 
@@ -88,11 +90,11 @@ def keep(
 ) -> Kept:
     """`inputs.decay` are the gates; those of channels as they are given, with which `features` says
     whether these are kept, too. `later` is of keys behind each query, where it sees these."""
-    deal, gates = causal_pieces.deal_of(spec, config), inputs.decay
+    deal = causal_pieces.deal_of(spec, config)
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs, features)
-    pieces = None if gates is None else of_pieces(spec, deal, gates)
-    borders = chunk_borders.of_sequence(spec, deal, inputs)
+    borders = of_sequence(spec, deal, runs_of_keys(spec, inputs))
+    pieces = None if inputs.decay is None else of_pieces(spec, deal, inputs.decay, borders.begun)
     k_powers = powers.powers_of_keys(spec, inputs)
     ahead = states_of(spec, deal, inputs, pieces, borders, k_powers)
     kv, units = _in_units(spec, ahead.kv)
@@ -100,9 +102,10 @@ def keep(
     if frame.is_wide(spec):
         out, den = wide_causal.output(spec, deal, *arrays), None
     else:
-        steep = None if pieces is None else pieces.steep
-        options: dict[str, Any] = {"gates": gates, "steep": steep, "s_units": units}
-        options |= {"lengths": inputs.kv_lengths}
+        options: dict[str, Any] = {}
+        if pieces is not None:
+            options = {"gates": pieces.gates, "steep": pieces.steep}
+        options |= {"s_units": units, "lengths": inputs.kv_lengths}
         options |= {"begins": borders.begins, "borders_of": borders.chunks}
         options |= {"k_powers": k_powers}
         out, den = output(spec, deal, *arrays, later, **options)
@@ -170,7 +173,7 @@ def states_of(
     of_queries: mosaic.Deal,
     inputs: Inputs,
     gates: OfPieces | None,
-    borders: chunk_borders.OfSequence | None = None,
+    borders: OfSequence | None = None,
     k_powers: jax.Array | None = None,
 ) -> Edges:
     """Those ahead of each piece, or each run of wide heads; behind the last, too, if returned. In
@@ -235,9 +238,13 @@ def backward(
     if isinstance(kept, Kept) and deal.pieces == causal_pieces.deal_of(spec, config).pieces:
         ahead = kept.s, kept.z, kept.units
         k_powers = kept.k_powers
-    pieces = None if inputs.decay is None else of_pieces(spec, deal, inputs.decay)
+    borders = of_sequence(spec, deal, runs_of_keys(spec, inputs))
+    pieces = None
+    if inputs.decay is not None:
+        pieces = of_pieces(spec, deal, inputs.decay, borders.begun)
+        inputs = inputs._replace(decay=pieces.gates)
     arrays = inputs, cotangents, ahead, pieces, decay
-    return gradients(spec, deal, *arrays, k_powers=k_powers)
+    return gradients(spec, deal, *arrays, k_powers=k_powers, borders=borders)
 
 
 def gradients(
@@ -251,6 +258,7 @@ def gradients(
     weights: State | None = None,
     shares: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     k_powers: jax.Array | None = None,
+    borders: OfSequence = NO_BORDERS,
 ) -> Inputs:
     """As `backward`. Of a deal from the end, the shares of the pairs whose key is behind the query:
     `inputs.decay`, the rows of `pieces` and `decay` are then of the sequence turned round, the
@@ -265,7 +273,6 @@ def gradients(
     """
     g = cotangents.out
     q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths
-    borders = chunk_borders.of_sequence(spec, deal, inputs)
     if ahead is None:
         without = dataclasses.replace(spec, return_state=False)
         k_powers = powers.powers_of_keys(spec, inputs)

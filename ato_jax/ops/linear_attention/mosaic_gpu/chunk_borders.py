@@ -1,23 +1,20 @@
 """The borders of segments within a chunk: masks of its pairs and of its rows.
 
-With rows of a chunk counted from its first one, and segments that are runs of rows,
-
-    begins_i   the first row of the chunk that is of row i's segment
-    ends_i     the last such row
-    reads      how many rows, from the chunk's first one on, are of the segment of the row ahead
-    adds       the first row that is of the segment of the chunk's last row
-
-query i sees key j of the chunk where begins_i <= j <= i, or, which is the same, j <= i <= ends_j.
-The first `reads` rows see the state ahead of the chunk, and the rows from `adds` on are part of the
-state behind it. Where reads < C there is a border, at the first row of the chunk or behind it, and
-nothing is left of the state ahead.
+With begins, ends, reads and adds of a chunk as `scans/borders.py` makes them, query i sees key j of
+the chunk where begins_i <= j <= i, or, which is the same, j <= i <= ends_j. The first `reads` rows
+see the state ahead of the chunk, and the rows from `adds` on are part of the state behind it. Where
+reads < C there is a border, at the first row of the chunk or behind it, and nothing is left of the
+state ahead.
 
 Backwards the same rows meet the sums over queries: keys from `adds` on are seen by later chunks,
 and the first `reads` queries see keys of earlier ones.
 
-XLA makes these numbers from the segments, and kernels ask for them by chunk. A chunk without a
-border takes the way of a call that has no segments; one with a border multiplies what is masked and
-what is not one after the other.
+Kernels ask for these numbers by chunk. A chunk without a border takes the way of a call that has no
+segments; one with a border multiplies what is masked and what is not one after the other.
+
+Where a decay is so strong that a piece has a steep chunk (`chunk_decay.py`), its walks have no
+masks. There a segment begins with the least decay, so that its chunk is steep, too: exp2(-184) is 0
+in float32, so nothing of earlier steps is left, neither of a state nor of a pair.
 """
 
 from __future__ import annotations
@@ -31,65 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention.alignment import runs_of_keys
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, whole_chunks
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
-
-
-class OfSequence(NamedTuple):
-    """The borders of all chunks, and of pieces, in the rows of the sequence. Each is None without
-    segments, and where a decay is in their place (`steps.in_place`)."""
-
-    begins: jax.Array | None = None  # [B, T up to a whole chunk] int32, as `ends`
-    ends: jax.Array | None = None
-    chunks: jax.Array | None = None  # [B, chunks, 2] int32: `reads` and `adds`
-    # [B, P, 2] int32: the first row and the one behind the last of those that are part of the state
-    # behind a piece, and of those that see the state ahead of it.
-    adding: jax.Array | None = None
-    reading: jax.Array | None = None
-    # [B, G, P] float32: 1 where a piece leaves something of the state ahead of it, else 0.
-    keeps: jax.Array | None = None
-
-
-def of_sequence(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> OfSequence:
-    if spec.segments is None:
-        return OfSequence()
-    runs = runs_of_keys(spec, inputs)
-    assert runs is not None
-    of_chunks = _cut(runs, whole_chunks(spec.T) // C, C)
-    query, key = of_chunks[..., :, None], of_chunks[..., None, :]
-    begins = jnp.sum(key < query, axis=3, dtype=jnp.int32)  # [B, chunks, C]
-    ends = (C - 1) - jnp.sum(key > query, axis=3, dtype=jnp.int32)
-    chunks = jnp.stack([_reads(of_chunks), begins[:, :, -1]], axis=2)
-    of_pieces = _cut(runs, deal.pieces, deal.rows)
-    last = of_pieces[..., -1:]
-    first = jnp.arange(deal.pieces, dtype=jnp.int32) * deal.rows
-    end = jnp.minimum(first + deal.rows, spec.T)
-    adds = first + jnp.sum(of_pieces < last, axis=2, dtype=jnp.int32)
-    reads = jnp.minimum(first + _reads(of_pieces), end)
-    first, end = (jnp.broadcast_to(x, adds.shape) for x in (first, end))
-    keeps = _reads(of_pieces) == deal.rows
-    return OfSequence(
-        begins.reshape(spec.B, -1),
-        ends.reshape(spec.B, -1),
-        chunks,
-        jnp.stack([adds, end], axis=2),
-        jnp.stack([first, reads], axis=2),
-        jnp.broadcast_to(keeps[:, None], (spec.B, spec.G, deal.pieces)).astype(jnp.float32),
-    )
-
-
-def _cut(runs: jax.Array, count: int, rows: int) -> jax.Array:
-    """[B, T] as [B, count, rows]; rows behind the last one are of its run."""
-    missing = count * rows - runs.shape[1]
-    return jnp.pad(runs, ((0, 0), (0, missing)), mode="edge").reshape(-1, count, rows)
-
-
-def _reads(parts: jax.Array) -> jax.Array:
-    """How many rows of each part are of the run of the row ahead, [B, parts]. Ahead of the first
-    row is the state that is given, which the first run continues."""
-    ahead = jnp.concatenate([parts[:, :1, 0], parts[:, :-1, -1]], axis=1)
-    return jnp.sum(parts == ahead[..., None], axis=2, dtype=jnp.int32)
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 
 
 class Borders(NamedTuple):
@@ -101,6 +40,10 @@ class Borders(NamedTuple):
 
     def either(self, at_border: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         return otherwise() if self.exist is None else lax.cond(self.exist, at_border, otherwise)
+
+    def unless(self, steep: Any) -> Borders:
+        """Those of a chunk that masks its borders, which a steep one does not."""
+        return self if self.exist is None else self._replace(exist=self.exist & ~steep)
 
     def when_some(self, do: Callable[[], None]) -> None:
         if self.exist is not None:

@@ -293,10 +293,7 @@ def sum_queries(
         sums, before = publish(walk, chunk, gates, sums, before)
     if units is not None:
         sums, before = in_units_of(units, sums, before)
-    # g in as many parts as R.
-    added = [[g] for g in walk.in_heads(own.g, slot)]
-    if walk.gated and walk.heads == 1:
-        added = [[walk.tiling.half_of(own.g, slot, half) for half in range(2)]]
+    added = parts_of_g(walk, own.g, slot)
     if walk.gated and walk.has_e and is_first:
         keep_sums(walk, item, chunk)
     if walk.some_steep:
@@ -408,7 +405,14 @@ def sum_at_border(
     plgpu.commit_smem()
     if is_first:
         sums = jax.tree.map(lambda x: mosaic.zeros(*x.shape), sums)
-    return sum_at_once(walk, queries, [[g] for g in walk.in_heads(own.reading_g, 0)], sums)
+    return sum_at_once(walk, queries, parts_of_g(walk, own.reading_g, 0), sums)
+
+
+def parts_of_g(walk: Walk, tiles: Any, slot: Any) -> list[list[Any]]:
+    """g of each head, in as many parts as R."""
+    if walk.gated and walk.heads == 1:
+        return [[walk.tiling.half_of(tiles, slot, half) for half in range(2)]]
+    return [[g] for g in walk.in_heads(tiles, slot)]
 
 
 def sum_one_by_one(

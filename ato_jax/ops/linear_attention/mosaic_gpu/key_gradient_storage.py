@@ -117,8 +117,9 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) 
     cast = cast_of(heads)
     replaces_keys = gated and feature_maps.features(spec).slope_is_known
     splits, has_e = splits_in_walk(spec, some_steep), not splits_states(spec)
-    # Where a chunk may be steep there is no room for more beside what rounding R left off.
-    k_stages = 1 if some_steep and splits else K_STAGES
+    masks = bool(spec.segments) and not some_steep
+    # Beside what rounding R left off, and pairs or masked rows of g, there is no room for more.
+    k_stages = 1 if splits and (some_steep or masks) else K_STAGES
 
     def of_rows() -> Buffer:
         return Buffer(tiling.tiles(STAGES), copies=copies)
@@ -158,7 +159,7 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) 
         r=r,
         r_rest=Buffer(shared(V, spec.F)) if splits else None,
         r_rows=r_rows,
-        reading_g=Buffer(tiling.tiles(1)) if spec.segments else None,
+        reading_g=Buffer(tiling.tiles(1)) if masks else None,
         u=Buffer(plgpu.SMEM((F,), F32)) if has_e else None,
         u_start=u_start,
         v=v,
@@ -195,7 +196,7 @@ class Arrays(NamedTuple):
     # What other walks found of dk and dv, to be added.
     dk: Any = None
     dv: Any = None
-    # With segments, as `chunk_borders.OfSequence` has them, `borders` being its `chunks`.
+    # With segments, as `borders.OfSequence` has them, `borders` being its `chunks`.
     ends: Any = None
     borders: Any = None
 
@@ -253,7 +254,7 @@ class Walk:
 
     def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
         """The borders of chunk number `chunk`, where 0 is the last chunk of the item."""
-        if self.arrays.borders is None:
+        if self.arrays.borders is None or self.some_steep:
             return chunk_borders.Borders()
         number = item.chunks - 1 - chunk
         return chunk_borders.of_chunk(self.arrays.ends, self.arrays.borders, item, number)

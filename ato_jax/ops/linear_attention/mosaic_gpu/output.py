@@ -92,6 +92,7 @@ from ato_jax.mosaic import (
 )
 from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import chunk_decay, feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.output_eight_bits import (
     load_eight_bits,
@@ -140,7 +141,7 @@ def output(
       lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
       s_units: [B, G, P or more, V] float32, in float16.
       k_powers: in float16, [B, G] float32, `powers.powers_of_keys`.
-      begins, borders_of: with segments, `begins` and `chunks` of `chunk_borders.OfSequence`.
+      begins, borders_of: with segments, `begins` and `chunks` of `scans.borders.OfSequence`.
     """
     out, *den = _launch(spec, deal, later, q=q, k=k, v=v, s=s, z=z, **options)
     return out, den[0] if den else None
@@ -357,6 +358,8 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     own.mapped.arrive(slot)
     if spec.normalize:
         borders = walk.borders(item, chunk)  # here, where features take no registers
+        if gates is not None:
+            borders = borders.unless(gates.steep)
         borders.when_some(lambda: store_adds(walk, half, borders.adds))
         den, totals = multiply(
             (mosaic.zeros(C, ALIKE), [(own_q, z_rows.T)]),
@@ -407,7 +410,7 @@ def multiply_chunk(
     out_slot = mosaic.slot_of(step, OUT_SLOTS)
     q, k = (tiling.parts_in(tiles, slot, half) for tiles in (own.q, own.k))
     v, state = own.v.at[v_slot, half], walk.s_parts(half)
-    borders = walk.borders(item, chunk)
+    borders = Borders() if some_steep else walk.borders(item, chunk)
     gates: Any = None
     if walk.gated:
         own.values.produced.wait(v_slot)

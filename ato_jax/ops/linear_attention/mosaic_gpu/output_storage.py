@@ -181,7 +181,7 @@ class Walk:
     later_den: Any = None
     out: Any = None
     left_den: Any = None
-    begins: Any = None  # with segments, as `chunk_borders.OfSequence` has them
+    begins: Any = None  # with segments, as `borders.OfSequence` has them
     borders_of: Any = None
     q_scale: Any = None
     k_scale: Any = None

@@ -39,7 +39,7 @@ class Arrays(NamedTuple):
     """The kernel's inputs, in the order of its operands.
 
     s, z, gates, steep, lengths and s_units are as in `output`; with segments begins and borders are
-    those of `chunk_borders.OfSequence`, `chunks` the latter. `k_powers` are those of keys in
+    those of `borders.OfSequence`, `chunks` the latter. `k_powers` are those of keys in
     float16 (`powers.py`). The launch adds `ones`, and `least`, the least denominators there. Where
     queries also see keys of another launch, `inverse` and `e` are given and count all keys; dq is
     then the share of this launch's keys, and `share`, where it is given, is that of the other
@@ -217,6 +217,8 @@ class Walk:
         return chunk_decay.gates_of(self.spec, rows, some_steep, self.deal.end is not None)
 
     def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
+        if self.some_steep:
+            return chunk_borders.Borders()
         return chunk_borders.of_chunk(self.arrays.begins, self.arrays.borders, item, chunk)
 
     def sees_few_keys(self, item: Item, chunk: Any) -> Any:

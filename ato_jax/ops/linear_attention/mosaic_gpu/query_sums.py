@@ -60,7 +60,7 @@ def query_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """R [B, H, P, V, F] and u [B, H, P, F], float32; gates are summed up from each piece's first
     row, [B, H, T up to a whole chunk]; rows behind `lengths` [B] are left out. units: in float16
-    those of inverse and e, `units_of_chunks`. reading: with segments, as `chunk_borders` has it, of
+    those of inverse and e, `units_of_chunks`. reading: with segments, as `scans.borders` has it, of
     the pieces of `deal`."""
 
     def map_rows(

@@ -1,10 +1,8 @@
 """Lengths and segments as the kernels take them.
 
-    lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
-    segments    masks (`chunk_borders.py`). Where there is a decay, too, a decay for each step: at
-                the first step of a segment -inf, of which sums take the least decay. exp2(-184) is
-                0 in float32, so that nothing of earlier steps is left, neither of a state nor of a
-                pair; and such a decay has no gradient
+lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
+segments    masks (`chunk_borders.py`). A decay is then one for each step, and counts as 0 at
+            the first step of a segment, as nothing of earlier steps is left there
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ato_jax import mosaic
+from ato_jax.ops.linear_attention.alignment import runs_of_keys
 from ato_jax.ops.linear_attention.mosaic_gpu import document_table, frame
+from ato_jax.ops.linear_attention.scans import borders
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
 
@@ -34,10 +33,7 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
-    """Where there is no mask for them, and where a decay for each step, in their place where there
-    is a decay, is slower than Triton's kernels: every chunk in which a segment begins is steep. On
-    an H100, B2 H32 T16384 D64 with segments of 1024, forward and gradients took 1.55 ms so, by
-    Triton's 1.34; B2 H16 D128 1.60 and 1.79."""
+    """Where there is no mask for them."""
     if frame.by_documents(spec):
         return document_table.unsupported(spec, phase)
     if not spec.causal:
@@ -48,14 +44,11 @@ def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
         return "with a decay per channel"
     if frame.is_wide(spec):
         return f"with more than {frame.F} columns"
-    if spec.decay and phase == "backward" and max(spec.D, spec.V) <= mosaic.HALF:
-        return f"for the gradients with a decay and up to {mosaic.HALF} columns"
     return None
 
 
 def in_place(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:
-    """The call with lengths as they are; where rows are walked with at most `kv_lengths`, and
-    beside a decay with segments as part of it.
+    """The call with lengths as they are; where rows are walked with at most `kv_lengths`.
 
     Lengths are there, too, where T ends within a chunk, and the state behind it is returned or a
     walk begins there: rows beyond the end are read as zeros, whose features need not be zero.
@@ -70,25 +63,19 @@ def in_place(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttention
     if lengths is not None:
         spec = dataclasses.replace(spec, q_lengths=False, kv_lengths=True)
         inputs = inputs._replace(q_lengths=None, kv_lengths=lengths)
-    if spec.segments and spec.decay:
-        decay = _with_borders(spec, inputs)
-        spec = dataclasses.replace(spec, segments=None, decay="step")
-        inputs = inputs._replace(decay=decay, q_segments=None, kv_segments=None)
     return spec, inputs
 
 
-def _with_borders(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array:
-    """The decay of each step; the least at those that begin a segment."""
-    ids = inputs.kv_segments
-    assert ids is not None and inputs.decay is not None
-    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))  # [B, S]
-    return jnp.where(_of_steps(spec, begins), -jnp.inf, _as_steps(spec, inputs.decay))
-
-
-def decay_of_steps(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array:
-    """A decay for each step; 0 where keys do not count."""
+def decay_of_steps(spec: LinearAttentionSpec, inputs: Inputs, at_borders: float = 0.0) -> jax.Array:
+    """A decay for each step; 0 where keys do not count, and `at_borders` at the steps that begin a
+    segment."""
     assert inputs.decay is not None
-    return _where_counted(spec, inputs, _as_steps(spec, inputs.decay))
+    decay = _as_steps(spec, inputs.decay)
+    if spec.segments:
+        runs = runs_of_keys(spec, inputs)
+        assert runs is not None
+        decay = jnp.where(_of_steps(spec, borders.are_borders(runs)), at_borders, decay)
+    return _where_counted(spec, inputs, decay)
 
 
 def gradient_of_decay(

@@ -49,7 +49,7 @@ def sums(
 ) -> tuple[jax.Array, jax.Array]:
     """kv [B, G, P, V, F] and k_sum [B, G, P, F], float32; gates: from each step up to its piece's
     end, [B, G, T up to a whole chunk]; lengths: [B] int32, rows behind them are left out; adding:
-    with segments, as `chunk_borders` has it; powers: in float16 those of keys, `powers.py`."""
+    with segments, as `scans.borders` has it; powers: in float16 those of keys, `powers.py`."""
 
     def map_rows(
         half: int, k_ref: Any, adds_ref: Any, gates_ref: Any = None, power: Any = None

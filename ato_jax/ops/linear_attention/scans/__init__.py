@@ -3,6 +3,7 @@
 Each is one pass over small arrays by a kernel that Pallas lowers to Triton, or by XLA where JAX
 cannot lower to Triton. Hopper's Mosaic kernels read and write what these passes make and take:
 
+    borders         the borders of causal segments, in each chunk and in each piece
     gates           prefix sums of the decays, within each chunk and over each piece
     edges           the states ahead of each piece, or behind it, from the pieces' own sums
     totals          the sum of all pieces' states
