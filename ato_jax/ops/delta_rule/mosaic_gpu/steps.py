@@ -107,8 +107,8 @@ def store(spec: DeltaRuleSpec, given: Given, target: Any) -> None:
     if spec.normalize_qk:
         of_keys, of_queries = given.of_keys, given.of_queries * spec.scale
     else:
-        of_keys, of_queries = alike(1.0), alike(spec.scale)
-    from_start = to_end = alike(1.0)
+        of_keys, of_queries = in_all_rows(1.0), in_all_rows(spec.scale)
+    from_start = to_end = in_all_rows(1.0)
     if spec.decay is not None:
         decays = mosaic.in_rows(load(target.at[frame.DECAY], OF_COLUMNS), C)
         within = mosaic.hidden_position(0) >= mosaic.hidden_position(1)
@@ -123,7 +123,7 @@ def store(spec: DeltaRuleSpec, given: Given, target: Any) -> None:
     target.at[frame.WRITTEN][...] = of_keys * to_end
 
 
-def alike(number: float) -> jax.Array:
+def in_all_rows(number: float) -> jax.Array:
     """[64]: a number for each row."""
     return plgpu.layout_cast(jnp.full(C, number, F32), OF_ROWS)
 
