@@ -230,7 +230,7 @@ def test_every_shard_runs_kernels(
 @pytest.mark.lowering
 @pytest.mark.parametrize(
     ("decay", "prefix", "more"),
-    [("step", "", {"remainders"}), ("channel", "channel_", set())],
+    [("step", "", {"corrections"}), ("channel", "channel_", set())],
     ids=["step-", "channel-channel_"],
 )
 def test_a_shard_of_the_delta_rule_runs_kernels(

@@ -191,7 +191,7 @@ def test_what_rounding_takes_from_states_is_added(
     wanted = numerics.oracle("gated_delta_rule", *arrays, return_state=True, **more | options)
     spec, inputs = wanted.request.spec, wanted.request.inputs
     config_of = dataclasses.replace(mosaic_gpu.default_config(spec, H200), **config)
-    walk_backward, remainders = gradients.walk_backward, gradients.remainders
+    walk_backward, corrections = gradients.walk_backward, gradients.corrections
 
     def off(states: jax.Array, chunks: tuple[int, ...]) -> jax.Array:
         return states.at[:, :, jnp.array(chunks)].multiply(1 + share)
@@ -217,8 +217,8 @@ def test_what_rounding_takes_from_states_is_added(
 
     monkeypatch.setattr(gradients, "walk_backward", walk_with_roundings)
     assert error() < 1e-2
-    nothing = lambda *given: jnp.zeros_like(remainders(*given))  # noqa: E731
-    monkeypatch.setattr(gradients, "remainders", nothing)
+    nothing = lambda *given: jnp.zeros_like(corrections(*given))  # noqa: E731
+    monkeypatch.setattr(gradients, "corrections", nothing)
     assert error() > 2e-2
 
 
@@ -277,7 +277,7 @@ COMPILED = aot_delta_rule.Call(T=4091, D=128, H=32, decay=True, states=True, gra
 @requires_plugin
 def test_compiled_for_a_card() -> None:
     kernels = aot_delta_rule.compile_call(COMPILED, machine_code=True)
-    most = {"solve": 64, "walk": 128, "walk_backward": 64, "remainders": 64, "gradients": 64}
+    most = {"solve": 64, "walk": 128, "walk_backward": 64, "corrections": 64, "gradients": 64}
     check_kernels(kernels, most)
 
 
@@ -286,7 +286,7 @@ def test_compiled_for_a_card() -> None:
 def test_nothing_is_launched_beside_the_kernels(gradients: bool) -> None:
     """beta and decays are read, and their gradients stored, where the caller has them."""
     call = aot_delta_rule.Call(T=4096, D=128, decay=True, gradients=gradients)
-    # XLA finds how far `remainders.py` has to walk.
+    # XLA finds how far `corrections.py` has to walk.
     wanted = {"custom-call": 5, "fusion": 1} if gradients else {"custom-call": 2}
     assert aot_delta_rule.launches_of(call) == wanted
 

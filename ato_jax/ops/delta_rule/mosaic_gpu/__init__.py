@@ -4,7 +4,7 @@ Forward, two kernels, built on the kit in `ato_jax/mosaic/`: `solve.py` for the 
 of 64 steps that no state enters, all chunks at once, and `walk_forward.py`, which carries the state
 from chunk to chunk. Between them, in global memory, are 18 KB for each chunk of a value head.
 Backward, two more: `walk_backward.py`, which carries the state's gradient back, and `gradient.py`
-for the gradients of each chunk's rows, all chunks at once; and with decays `remainders.py`, which
+for the gradients of each chunk's rows, all chunks at once; and with decays `corrections.py`, which
 mostly finds that it has nothing to do. `walk.py` has what both walks share,
 `frame.py` the sizes, `steps.py` the numbers of each step. Few long sequences are walked in pieces
 (`pieces.py`), after a walk for the pieces' maps.

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from ato_jax.mosaic import BF16, F32
 from ato_jax.ops.delta_rule.mosaic_gpu import steps
+from ato_jax.ops.delta_rule.mosaic_gpu.corrections import corrections
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config
 from ato_jax.ops.delta_rule.mosaic_gpu.gradient import chunk_gradients
-from ato_jax.ops.delta_rule.mosaic_gpu.remainders import remainders
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import Solved, solve_chunks
 from ato_jax.ops.delta_rule.mosaic_gpu.walk_backward import walk_backward
 from ato_jax.ops.delta_rule.mosaic_gpu.walk_forward import walk_forward
@@ -58,7 +58,7 @@ def backward(
     if back.rest is not None:
         arrays |= dict(rest=back.rest)
         last = cotangents.state if spec.return_state else None
-        arrays |= dict(remainders=remainders(spec, config, arrays, inputs.initial_state, last))
+        arrays |= dict(corrections=corrections(spec, config, arrays, inputs.initial_state, last))
     found = chunk_gradients(spec, config, arrays)
     return Inputs(
         q=over_group(spec, found.dq),

@@ -222,21 +222,21 @@ def add_level(
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), frame.products((reads[0], reads[1]), keys)))
     dq = dq + found * factor
     of_steps = of_steps + load(rows[QUERIES]).astype(F32) * found
-    (found,) = mosaic.multiply((mosaic.zeros(C, HALF), corrections(kernel, here, keys)))
+    (found,) = mosaic.multiply((mosaic.zeros(C, HALF), factors_of_corrected(kernel, here, keys)))
     dk = dk + found * factor
     of_steps = of_steps + keys_of(kernel, number) * (found * factor)
     here = channel.of_level(size, turned=True)
     products = [
         (of_pairs(here, own.read.at[part], turned=True), rows[QUERIES]) for part in range(PARTS)
     ]
-    products += corrections(kernel, here, keys, turned=True)
+    products += factors_of_corrected(kernel, here, keys, turned=True)
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), products))
     plgpu.commit_smem()  # ahead of what overwrites the rows
     of_steps = of_steps - keys_of(kernel, number) * (found * factor)
     return dq, dk + found * factor, of_steps
 
 
-def corrections(
+def factors_of_corrected(
     kernel: Kernel, here: jax.Array, keys: tuple[Any, Any], turned: bool = False
 ) -> list[tuple[jax.Array, Any]]:
     """Factors of -N @ k, or of its transpose, for the pairs that are `here`."""

@@ -162,7 +162,7 @@ class Kernel:
     dq: Any
     dk: Any
     rest: Any = None
-    remainders: Any = None
+    corrections: Any = None
     decays: Any = None
     last: Any = None
     ddecay: Any = None

@@ -14,7 +14,7 @@ sum of log decays from the chunk's first step to t, and e(s..t) = exp(L_t - L_s)
 and dL_C for the chunk's last step has exp(L_C) <S, dS'> + sum_s exp(L_C - L_s) k_s . u_s dS'^T
 besides. A step's decay is part of L from the step on, so its gradient is the sum of dL over it and
 all later steps of its chunk, and over the workers' columns. Where the rounding of S and dS' would
-exceed it, the corrections of `remainders.py` are added.
+exceed it, the corrections of `corrections.py` are added.
 
 u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
 
@@ -45,7 +45,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, OF_COLUMNS, OF_ROWS, Buffer, Item, load
-from ato_jax.ops.delta_rule.mosaic_gpu import chunk_gradient, frame, remainders, steps
+from ato_jax.ops.delta_rule.mosaic_gpu import chunk_gradient, corrections, frame, steps
 from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Kernel, Storage, dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers
@@ -152,16 +152,16 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
         # Loaded here, while the slot is held.
         of_decay = load(own.numbers.at[frame.DECAY], OF_ROWS), own.numbers[frame.ALIKE, 0]
     own.handed.produced.wait(0)
-    reads, corrections = (
+    of_read, of_corrected = (
         [tiles.at[first + part] for part in range(frame.PARTS)]
         for tiles in (own.read, own.corrected)
     )
     dq, recalled, written = mosaic.multiply(
-        (dq, [(read, k) for read in reads]),
-        (recalled, [(corrected, k) for corrected in corrections]),
+        (dq, [(part, k) for part in of_read]),
+        (recalled, [(part, k) for part in of_corrected]),
         (
             written,
-            [(read.T, q) for read in reads] + [(corrected.T, k) for corrected in corrections],
+            [(part.T, q) for part in of_read] + [(part.T, k) for part in of_corrected],
         ),
     )
     dk = recalled + written
@@ -199,23 +199,23 @@ def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array, alike: An
         )
         for which in (OF_LOG_DECAY, OF_LAST)
     )
-    found = with_remainders(kernel, item, alike, steps.sums_to_end(of_steps, of_last))
+    found = with_corrections(kernel, item, alike, steps.sums_to_end(of_steps, of_last))
     target = steps.of_chunk(spec, kernel.ddecay, item, item.head, item.piece)
     mosaic.store_in_memory(target, jnp.where(decay > LEAST_LOG_DECAY, found, 0.0))
 
 
-def with_remainders(kernel: Kernel, item: Item, alike: Any, found: jax.Array) -> jax.Array:
-    """ddecay with the corrections of `remainders.py`, where the chunk has any."""
+def with_corrections(kernel: Kernel, item: Item, alike: Any, found: jax.Array) -> jax.Array:
+    """ddecay with the corrections of `corrections.py`, where the chunk has any."""
     at = kernel.place(item)
-    for walk in remainders.WALKS:
+    for walk in corrections.WALKS:
 
         def add(found: jax.Array, walk: int = walk) -> jax.Array:
             for block in range(kernel.steps):
-                found += load(kernel.remainders.at[(walk, block, *at)], OF_ROWS, optimized=False)
+                found += load(kernel.corrections.at[(walk, block, *at)], OF_ROWS, optimized=False)
             return found
 
-        is_left = remainders.is_left(kernel.spec, walk, alike, item.piece)
-        found = lax.cond(is_left, add, lambda found: found, found)
+        is_corrected = corrections.is_corrected(kernel.spec, walk, alike, item.piece)
+        found = lax.cond(is_corrected, add, lambda found: found, found)
     return found
 
 

@@ -16,8 +16,8 @@ Z has blocks of m rows, so Z A_m is Z A in the places of A_m. Matrices lie in bl
 and a product takes 16 rows of one, those that hold A_m. Every factor is in two parts of bfloat16.
 Powers of A would take fewer products, but their terms cancel where keys are alike.
 
-For a backward pass with decays it also finds the chunks that `remainders.py` is for, whose keys are
-alike, that is span few directions. A chunk's keys are alike where the sum of A[t, s]^2 over s < t
+For a backward pass with decays it also finds the chunks that `corrections.py` is for. Their keys
+are alike, that is span few directions. A chunk's keys are alike where the sum of A[t, s]^2 over s < t
 is more than the sum of (beta_t |k_t|^2)^2. For random keys of 64 columns it is half of that, for n
 orthogonal keys in turn some 32 / n times as much. A has the decays, so keys behind strong decays
 are not alike.

@@ -116,7 +116,7 @@ class Kernel:
     dstates: Any
     numbers: Any
     reach: Any  # [WALKS, B, H]
-    remainders: Any  # [WALKS, V / 64, B, H, chunks, 64]
+    corrections: Any  # [WALKS, V / 64, B, H, chunks, 64]
     first: Any = None  # [B, H, V, D] float32: the first state
     last: Any = None  # as `first`: the last state's cotangent
 
@@ -149,7 +149,7 @@ def reach_of(spec: DeltaRuleSpec, numbers: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(here, upto, least[:, None, None, None]), axis=3)
 
 
-def is_left(spec: DeltaRuleSpec, walk: int, alike: Any, number: Any) -> Any:
+def is_corrected(spec: DeltaRuleSpec, walk: int, alike: Any, number: Any) -> Any:
     """Whether a walk stores corrections for the chunk of this number. `alike`: the chunk's own."""
     if walk == FROM_START:
         return (alike > 0) | (number == 0) if spec.initial_state else alike > 0
@@ -158,7 +158,7 @@ def is_left(spec: DeltaRuleSpec, walk: int, alike: Any, number: Any) -> Any:
     return alike > 0
 
 
-def remainders(
+def corrections(
     spec: DeltaRuleSpec,
     config: Config,
     arrays: dict[str, jax.Array],
@@ -166,7 +166,7 @@ def remainders(
     last: jax.Array | None,
 ) -> jax.Array:
     """The corrections of each step's ddecay, [WALKS, V / 64, B, H, chunks, 64]. Nothing is stored
-    where `is_left` does not hold.
+    where `is_corrected` does not hold.
 
     Args:
       arrays: the inputs in global memory, by the names of `Kernel`.
@@ -181,15 +181,15 @@ def remainders(
     deal = mosaic.Deal(spec.B, heads, chunks * C, chunks * C, 1, config.solve_blocks)
     shape = (len(WALKS), blocks, spec.B, spec.H, chunks, C)
     found = frame.launch(
-        "remainders",
+        "corrections",
         deal,
         storage_of(spec),
         ((MEMORY, memory), (WORKER, work)),
         functools.partial(Kernel, spec, deal),
         arrays,
-        {"remainders": jax.ShapeDtypeStruct(shape, F32)},
+        {"corrections": jax.ShapeDtypeStruct(shape, F32)},
     )
-    return found["remainders"]
+    return found["corrections"]
 
 
 def memory(kernel: Kernel) -> None:
@@ -266,9 +266,9 @@ class Chunk:
         """A tile [64, 64] of rows, transposed."""
         return mosaic.load_transposed(tiles.at[self.slot]).astype(F32)
 
-    def is_left(self) -> Any:
+    def is_corrected(self) -> Any:
         alike = self.kernel.own.numbers[self.slot, frame.ALIKE, 0]
-        return is_left(self.kernel.spec, self.place.walk, alike, self.number)
+        return is_corrected(self.kernel.spec, self.place.walk, alike, self.number)
 
 
 def carry(
@@ -304,7 +304,7 @@ def step_from_start(here: Chunk, S: list[jax.Array]) -> list[jax.Array]:
     """Stores a chunk's corrections by e; returns S'."""
     own, numbers = here.kernel.own, here.numbers()
 
-    @pl.when(here.is_left())
+    @pl.when(here.is_corrected())
     def _() -> None:
         e, last = take_rounded(S, here.blocks(own.states), here.blocks(own.dstates))
         of_queries, of_keys = mosaic.multiply(
@@ -316,7 +316,7 @@ def step_from_start(here: Chunk, S: list[jax.Array]) -> list[jax.Array]:
         read = dot(own.dout.at[here.slot], of_queries)
         recalled = dot(own.dr.at[here.slot], of_keys) + dot(own.rest.at[here.slot], of_keys)
         of_steps = here.factor(frame.READ) * read - here.factor(frame.RECALLED) * recalled
-        leave(here, of_steps, last * numbers.kept())
+        store(here, of_steps, last * numbers.kept())
 
     parts = [mosaic.load_transposed(own.written.at[here.slot, part]) for part in range(PARTS)]
     u = parts[0].astype(F32) + parts[1].astype(F32)
@@ -328,13 +328,13 @@ def step_from_end(here: Chunk, dstate: list[jax.Array]) -> list[jax.Array]:
     """Stores a chunk's corrections by d; returns dS."""
     own, numbers = here.kernel.own, here.numbers()
 
-    @pl.when(here.is_left())
+    @pl.when(here.is_corrected())
     def _() -> None:
         d, last = take_rounded(dstate, here.blocks(own.dstates), here.blocks(own.states))
         keys = here.blocks(own.k)
         (of_keys,) = mosaic.multiply((mosaic.zeros(C, HALF), list(zip(keys, d, strict=True))))
         written = here.factor(frame.WRITTEN) * dot(own.written.at[here.slot, 0], of_keys)
-        leave(here, -written, last * numbers.kept() + written)
+        store(here, -written, last * numbers.kept() + written)
 
     read = frame.in_two_parts(numbers.times(here.columns_of(own.dout), numbers.of_read()))
     dr = here.columns_of(own.dr) + here.columns_of(own.rest)
@@ -376,14 +376,14 @@ def add_products(
     )
 
 
-def leave(here: Chunk, of_steps: jax.Array, of_last: jax.Array) -> None:
-    """Stores the sums of dL from each step to the chunk's end. `of_last`: terms whose sum is
-    added to dL of the last step."""
+def store(here: Chunk, of_steps: jax.Array, of_last: jax.Array) -> None:
+    """Stores corrections of ddecay, the sums of dL from each step to the chunk's end. `of_last`:
+    terms whose sum is added to dL of the last step."""
     kernel, sums = here.kernel, here.kernel.own.sums
     for to, terms in zip((sums.at[0], sums.at[1]), (of_steps, of_last), strict=True):
         to[...] = terms
     plgpu.commit_smem()
     found = sums_to_end(load(sums.at[0], OF_COLUMNS), load(sums.at[1], OF_COLUMNS))
     at = here.place.walk, here.place.block, here.item.batch, here.place.head, here.number
-    mosaic.store_in_memory(kernel.remainders.at[at], found)
+    mosaic.store_in_memory(kernel.corrections.at[at], found)
     plgpu.commit_smem()  # ahead of what overwrites the sums
