@@ -203,15 +203,11 @@ def load_item(kernel: Kernel, item: Item) -> None:
     walk, head, column = kernel.place(item)
     key_head = frame.key_head(spec, head)
 
-    def load_chunk(chunk: Any, _: None) -> None:
-        step, number = item.before + chunk, kernel.number_of(walk, chunk)
+    def load_chunk(chunk: Any, slot: Any, barrier: Any) -> None:
+        number = kernel.number_of(walk, chunk)
         rows = pl.ds(number * C, C)
-        slot = own.chunks.slot(step)
-        own.chunks.acquire(step)
-        barrier = own.chunks.produced.at[slot]
-        for ref, tiles in ((kernel.q, own.q), (kernel.k, own.k)):
-            targets = frame.blocks_at(spec, tiles, slot)
-            frame.load_rows(spec, item, ref, rows, key_head, targets, barrier)
+        keys = (kernel.q, own.q), (kernel.k, own.k)
+        frame.load_keys(spec, item, keys, rows, key_head, slot, barrier)
         for ref, tiles in ((kernel.dout, own.dout), (kernel.dr, own.dr), (kernel.rest, own.rest)):
             source = tiling.part(ref, item, rows, head, column)  # [64, 64]
             plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tiles.at[slot]), barrier)
@@ -226,7 +222,7 @@ def load_item(kernel: Kernel, item: Item) -> None:
                 plgpu.copy_gmem_to_smem(source, tiles.at[slot, part], barrier)
         plgpu.copy_gmem_to_smem(kernel.numbers.at[at], own.numbers.at[slot], barrier)
 
-    lax.fori_loop(0, item.chunks, load_chunk, None)
+    frame.load_chunks(item, own.chunks, load_chunk)
 
 
 def work(kernel: Kernel) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, Role, load
+from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, Ring, Role, load
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 C = mosaic.ROWS  # steps of a chunk
@@ -136,6 +136,35 @@ def load_rows(
     for block, tile in enumerate(tiles):
         source = tiling(spec).part(ref, item, rows, head, block)  # [64, 64]
         plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tile), barrier)
+
+
+def load_chunks(item: Item, chunks: Ring, load_chunk: Callable[[Any, Any, Any], None]) -> None:
+    """Loads an item's chunks as slots come free. `load_chunk` takes the number of the chunk in its
+    item, the slot, and the barrier on which the slot's loads arrive."""
+
+    def one(chunk: Any, _: None) -> None:
+        step = item.before + chunk
+        slot = chunks.slot(step)
+        chunks.acquire(step)
+        load_chunk(chunk, slot, chunks.produced.at[slot])
+
+    lax.fori_loop(0, item.chunks, one, None)
+
+
+def load_keys(
+    spec: DeltaRuleSpec,
+    item: Item,
+    refs: Sequence[tuple[Any, Any]],
+    rows: Any,
+    head: Any,
+    slot: Any,
+    barrier: Any,
+) -> None:
+    """Loads rows of q and k into a slot. `refs`: each with its tiles, or None where they are not
+    needed."""
+    for ref, tiles in refs:
+        if tiles is not None:
+            load_rows(spec, item, ref, rows, head, blocks_at(spec, tiles, slot), barrier)
 
 
 def numbers_in_memory(*slots: int, count: int = NUMBERS) -> Any:

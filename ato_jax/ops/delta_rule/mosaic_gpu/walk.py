@@ -286,16 +286,11 @@ def load_item(walk: Walk, item: Item) -> None:
     head, first = walk.place(item)
     key_head = frame.key_head(spec, head)
 
-    def load_chunk(chunk: Any, _: None) -> None:
-        step, number = item.before + chunk, walk.number_of(item, chunk)
+    def load_chunk(chunk: Any, slot: Any, barrier: Any) -> None:
+        number = walk.number_of(item, chunk)
         rows = pl.ds(number * C, C)
-        slot = own.chunks.slot(step)
-        own.chunks.acquire(step)
-        barrier = own.chunks.produced.at[slot]
-        for ref, tiles in ((walk.k, own.k), (walk.q, own.q)):
-            if tiles is not None:
-                targets = frame.blocks_at(spec, tiles, slot)
-                frame.load_rows(spec, item, ref, rows, key_head, targets, barrier)
+        keys = (walk.k, own.k), (walk.q, own.q)
+        frame.load_keys(spec, item, keys, rows, key_head, slot, barrier)
         for one in range(walk.config.slices):
             # Beyond v's columns what is loaded is not used.
             columns = jnp.minimum(first + one, spec.V // HALF - 1)
@@ -307,7 +302,7 @@ def load_item(walk: Walk, item: Item) -> None:
             plgpu.copy_gmem_to_smem(source, own.solved.at[slot, part], barrier)
         plgpu.copy_gmem_to_smem(walk.numbers.at[at], own.numbers.at[slot], barrier)
 
-    lax.fori_loop(0, item.chunks, load_chunk, None)
+    frame.load_chunks(item, own.chunks, load_chunk)
 
 
 def accompany(beside: Callable[[Walk, Item, Any], None], walk: Walk) -> None:
