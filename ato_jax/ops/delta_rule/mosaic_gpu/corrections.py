@@ -52,7 +52,7 @@ from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, PARTS, C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.steps import sums_to_end
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers, add_products
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 STAGES = 2
@@ -317,7 +317,7 @@ def step_from_start(here: Chunk, S: list[jax.Array]) -> list[jax.Array]:
     parts = [mosaic.load_transposed(own.written.at[here.slot, part]) for part in range(PARTS)]
     u = parts[0].astype(F32) + parts[1].astype(F32)
     written = frame.in_two_parts(numbers.times(u, numbers.of_written()))
-    return add_products(numbers, S, [(written, here.blocks(own.k))])
+    return add_products(S, numbers.kept(), [(written, here.blocks(own.k))])
 
 
 def step_from_end(here: Chunk, dstate: list[jax.Array]) -> list[jax.Array]:
@@ -335,9 +335,8 @@ def step_from_end(here: Chunk, dstate: list[jax.Array]) -> list[jax.Array]:
     read = frame.in_two_parts(numbers.times(here.columns_of(own.dout), numbers.of_read()))
     dr = here.columns_of(own.dr) + here.columns_of(own.rest)
     recalled = frame.in_two_parts(numbers.times(-dr, numbers.of_recalled()))
-    return add_products(
-        numbers, dstate, [(read, here.blocks(own.q)), (recalled, here.blocks(own.k))]
-    )
+    factors = (read, here.blocks(own.q)), (recalled, here.blocks(own.k))
+    return add_products(dstate, numbers.kept(), factors)
 
 
 def take_rounded(
@@ -352,24 +351,6 @@ def take_rounded(
         tile[...] = left.astype(BF16)
     plgpu.commit_smem()
     return [tile.T for tile in rounded], sum(sums[1:], start=sums[0])
-
-
-def add_products(
-    numbers: Numbers,
-    state: list[jax.Array],
-    factors: list[tuple[tuple[jax.Array, jax.Array], list[Any]]],
-) -> list[jax.Array]:
-    """The next state: what the chunk keeps of it, and the products of columns in two parts with
-    rows of keys or queries."""
-    kept = numbers.kept()
-    return list(
-        mosaic.multiply(
-            *(
-                (block * kept, [(part, rows[n]) for parts, rows in factors for part in parts])
-                for n, block in enumerate(state)
-            )
-        )
-    )
 
 
 def store(here: Chunk, of_steps: jax.Array, of_last: jax.Array) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,9 +139,7 @@ def storage_of(spec: DeltaRuleSpec, config: Config, course: Course) -> Storage:
             own["pairs"] = Ring.of(stages, (beside,), (state,))
         else:
             own["written"] = Buffer(tiling.shared(slots, slices, frame.PARTS, C, HALF))
-            own["begun"], own["corrected"] = (
-                Ring.of(slots, (state,), (beside,)) for _ in range(2)
-            )
+            own["begun"], own["corrected"] = (Ring.of(slots, (state,), (beside,)) for _ in range(2))
     if "out" in course.leaves:
         own["out"] = Buffer(tiling.of_rows(slices, C, HALF))
         if "rest" in course.leaves and slices == 1:
@@ -331,19 +329,34 @@ def carry_item(step: Callable[..., list[jax.Array]], walk: Walk, item: Item) -> 
     number, blocks = mosaic.group(), frame.blocks_of_key(walk.spec)
     head, first = walk.place(item)
     columns = pl.ds((first + number) * HALF, HALF)
-    places = [
-        (item.batch, head, columns, pl.ds(block * HALF, HALF)) for block in range(blocks)
-    ]
+    places = [(item.batch, head, columns, pl.ds(block * HALF, HALF)) for block in range(blocks)]
     state = [mosaic.zeros(HALF, HALF) for _ in range(blocks)]
     if walk.start is not None:
         # Times 1, so that inside `jax.shard_map` its type is that of what a step returns: what is
         # read varies over the mesh's axes there, and what is computed in a kernel does not.
         state = [1.0 * load(walk.start.at[place], optimized=False) for place in places]
-    state = lax.fori_loop(
-        0, item.chunks, functools.partial(step, walk, item, number), state
-    )
+    state = lax.fori_loop(0, item.chunks, functools.partial(step, walk, item, number), state)
     for place, block in zip(places, state, strict=True):
         mosaic.store_in_memory(walk.end.at[place], block)
+
+
+def add_products(
+    state: list[jax.Array],
+    kept: Any,
+    factors: Sequence[tuple[Sequence[jax.Array], list[Any]]],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> list[jax.Array]:
+    """The next state, in blocks of D: `kept` of it (None for all), and for each of `factors` the
+    products of the parts of columns of steps with rows of keys or queries. `meanwhile` runs while
+    the products are in flight."""
+    sums = (
+        (
+            block if kept is None else block * kept,
+            [(part, rows[n]) for parts, rows in factors for part in parts],
+        )
+        for n, block in enumerate(state)
+    )
+    return list(mosaic.multiply(*sums, meanwhile=meanwhile))
 
 
 def carry_pieces(step: Callable[..., list[jax.Array]], walk: Walk) -> None:

@@ -32,7 +32,7 @@ from ato_jax.mosaic import BF16, F32, HALF, Item
 from ato_jax.ops.delta_rule.mosaic_gpu import frame, pieces
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import Solved
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import Walk, walk
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Walk, add_products, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
 
@@ -154,12 +154,9 @@ def multiply_chunk(
             walk.store_rows(item, chunk, number, rest, walk.rest)
         walk.store_state(item, chunk, 0, number)
 
-    terms = zip(sums, k, strict=True)
-    found = mosaic.multiply(
-        *((sum, [(part, b) for part in recalled]) for sum, b in terms), meanwhile=leave
-    )
+    found = add_products(list(sums), None, [(recalled, k)], leave)
     own.pairs.consumed.arrive(of_pairs)
     if walk.rest is not None and own.rest is None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     own.chunks.consumed.arrive(here.slot)
-    return list(found)
+    return found

@@ -36,7 +36,7 @@ from ato_jax.mosaic import BF16, F32, HALF, OF_ROWS, Item
 from ato_jax.ops.delta_rule.mosaic_gpu import frame, pieces
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import Solved
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import Course, Walk, walk
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Course, Walk, add_products, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
 
@@ -136,15 +136,9 @@ def multiply_chunk(
         plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
         own.corrected.produced.arrive(slot)
 
-    sums = mosaic.multiply(
-        *(
-            (block if kept is None else block * kept, [(part, b) for part in written])
-            for block, b in zip(S, k, strict=True)
-        ),
-        meanwhile=hand_written,
-    )
+    found = add_products(S, kept, [(written, k)], hand_written)
     own.chunks.consumed.arrive(here.slot)
-    return list(sums)
+    return found
 
 
 def put_out(walk: Walk, item: Item, chunk: Any) -> None:
