@@ -17,7 +17,7 @@ from ato_jax import device
 from ato_jax.backend import Residuals
 from ato_jax.mosaic import program
 from ato_jax.ops.delta_rule import mosaic_gpu
-from ato_jax.ops.delta_rule.mosaic_gpu import gradients
+from ato_jax.ops.delta_rule.mosaic_gpu import frame, gradients, solve, steps
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 from tests import aot_delta_rule, numerics
 from tests.aot_mosaic import Compiled, requires_plugin
@@ -248,6 +248,31 @@ def test_slices_fill_the_card() -> None:
     many = dataclasses.replace(SPEC, H=64)
     assert mosaic_gpu.default_config(many, H200).slices == 2
     assert mosaic_gpu.default_config(dataclasses.replace(many, V=192), H200).slices == 1
+
+@newest
+@pytest.mark.parametrize(
+    ("sizes", "decay", "wanted"),
+    [
+        # A last chunk of one step takes it of the one before.
+        (dict(T=193, D=64, V=64, alike=True), -16.0, [1, 1, 1, 1]),
+        (dict(T=144, D=64, V=64, alike=True), -0.4, [1, 1, 1]),
+        (dict(T=17, D=64, V=64, near=True), -16.0, [1]),
+        (dict(T=129, D=64, V=64, by_turns=True), 0.0, [0, 1, 1]),
+        (dict(T=200, D=64, V=64, by_turns=True), 0.0, [0, 1, 0, 0]),
+        (dict(T=193, D=64, V=64), 0.0, [0, 0, 0, 0]),
+        (dict(T=144, D=64, V=64), -0.4, [0, 0, 0]),
+    ],
+)
+def test_like_keys_are_found(sizes: Any, decay: float, wanted: list[int]) -> None:
+    """Behind decays of any strength, and in a last chunk that has few pairs."""
+    (q, k, v), options = draw(**sizes)
+    spec = dataclasses.replace(SPEC, B=1, T=sizes["T"], H=1, D=64, V=64)
+    inputs = Inputs(q, k, v, options["beta"], jnp.full_like(options["decay"], decay))
+    config, given = mosaic_gpu.default_config(spec, H200), steps.given_of(spec, inputs)
+    with ato_jax.interpret():
+        solved = jax.jit(lambda: solve.solve_chunks(spec, config, k, given, leaves_alike=True))()
+    assert solved.numbers[0, 0, : len(wanted), frame.ALIKE, 0].tolist() == wanted
+
 
 
 def test_pieces_fill_the_card() -> None:

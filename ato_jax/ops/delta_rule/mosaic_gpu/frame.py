@@ -188,13 +188,22 @@ def products(a: tuple[Any, Any], b: tuple[Any, Any]) -> list[tuple[Any, Any]]:
 def decayed_pairs(spec: DeltaRuleSpec, rows: list[Any], k: list[Any], numbers: Any) -> jax.Array:
     """rows_t . k_s exp2(L_t - L_s) on and below the diagonal, [64, 64], with k's own factor; L_t is
     the sum of log2 decays from the chunk's first step to t."""
+    found = pairs(spec, rows, k, numbers)
+    return found if spec.decay is None else found * decays_of_pairs(numbers)
+
+
+def pairs(spec: DeltaRuleSpec, rows: list[Any], k: list[Any], numbers: Any) -> jax.Array:
+    """rows_t . k_s, [64, 64], with k's own factor."""
     blocks = [(a, b.T) for a, b in zip(rows, k, strict=True)]
     (found,) = mosaic.multiply((mosaic.zeros(C, C), blocks))
-    if spec.decay is not None:
-        of_rows = mosaic.in_columns(load(numbers.at[LOG_DECAY], OF_ROWS), C)
-        of_columns = mosaic.in_rows(load(numbers.at[LOG_DECAY], OF_COLUMNS), C)
-        # Above the diagonal the factor would be infinite.
-        found = found * jnp.exp2(jnp.minimum(of_rows - of_columns, 0.0))
     if spec.normalize_qk:
         found = found * mosaic.in_rows(load(numbers.at[OF_KEYS], OF_COLUMNS), C)
     return found
+
+
+def decays_of_pairs(numbers: Any) -> jax.Array:
+    """exp2(L_t - L_s) on and below the diagonal, [64, 64], and 1 above it, where it would be
+    infinite."""
+    of_rows = mosaic.in_columns(load(numbers.at[LOG_DECAY], OF_ROWS), C)
+    of_columns = mosaic.in_rows(load(numbers.at[LOG_DECAY], OF_COLUMNS), C)
+    return jnp.exp2(jnp.minimum(of_rows - of_columns, 0.0))

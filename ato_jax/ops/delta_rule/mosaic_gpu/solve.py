@@ -17,10 +17,12 @@ and a product takes 16 rows of one, those that hold A_m. Every factor is in two 
 Powers of A would take fewer products, but their terms cancel where keys are alike.
 
 For a backward pass with decays it also finds the chunks that `corrections.py` is for. Their keys
-are alike, that is span few directions. A chunk's keys are alike where the sum of A[t, s]^2 over s < t
-is more than the sum of (beta_t |k_t|^2)^2. For random keys of 64 columns it is half of that, for n
-orthogonal keys in turn some 32 / n times as much. A has the decays, so keys behind strong decays
-are not alike.
+are alike, that is span few directions. A chunk's keys are alike where the sum of A[t, s]^2 over
+s < t is more than the sum of (beta_t |k_t|^2)^2, with no decay in A taken to be less than
+`least_decay`. For random keys of 64 columns it is half of that, for n orthogonal keys in turn some
+32 / n times as much. Behind strong decays keys are alike only if all are nearly equal: states are
+then smaller, and so are the errors that they lead to, but for equal keys ddecay is smaller, too. A
+last chunk of few steps has few pairs, and takes ALIKE of the chunk before it.
 
     MEMORY (n)       loads a chunk of k for each WORKER; makes the numbers of its steps
       |  chunks: loaded, and made; consumed once X is known
@@ -36,6 +38,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +55,10 @@ from ato_jax.ops.delta_rule.mosaic_gpu.substitution import inverses_along_diagon
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 WORKERS, STAGES = 3, 2
+# Behind decays of any strength keys are alike where the mean of their squared cosines is more.
+LEAST_COSINE = 0.8
+# A last chunk of fewer steps takes ALIKE of the one before it.
+FEW_STEPS = 16
 # MEMORY makes numbers, too, so it has more registers than elsewhere.
 MEMORY, WORKER = Role("memory", registers=80), Role("worker", 144, WORKERS)
 
@@ -190,17 +197,21 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     if spec.normalize_qk:
         beta = beta * load(numbers.at[frame.OF_KEYS], OF_ROWS)
     row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
-    lower = frame.decayed_pairs(spec, k, k, numbers) * mosaic.in_columns(beta, C)
-    if own.excess is not None:
-        excess = more_than_itself(lower, numbers, spec.normalize_qk)
-        own.excess.at[worker][...] = excess
+    lower = frame.pairs(spec, k, k, numbers) * mosaic.in_columns(beta, C)
+    if spec.decay is not None:
+        decays = frame.decays_of_pairs(numbers)
+        if own.excess is not None:
+            least = least_decay(spec, item.piece * WORKERS + worker)
+            pairs = lower * jnp.maximum(decays, least)
+            excess = more_than_itself(pairs, lower, numbers, spec.normalize_qk)
+            own.excess.at[worker][...] = excess
+        lower = lower * decays
     blocks = columns_of(jnp.where(row > column, lower, 0.0))
     store(own.lower.at[worker], [frame.in_two_parts(block) for block in blocks])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     inverse = unit_inverse(blocks, own.lower.at[worker], own.inverse.at[worker])
     if own.excess is not None:
-        at = item.batch, item.head, item.piece * WORKERS + worker, frame.ALIKE
-        mosaic.store_in_memory(kernel.numbers.at[at], are_alike(own.excess.at[worker]))
+        leave_alike(kernel, item, worker)
     solved = []
     for n, block in enumerate(inverse):
         beta = load(numbers.at[frame.BETA, pl.ds(n * BLOCK, BLOCK)], OF_COLUMNS)
@@ -212,15 +223,44 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     leave(own.inverse, target, worker)
 
 
-def more_than_itself(pairs: jax.Array, numbers: Any, normalized: bool) -> jax.Array:
-    """[64]: for each row t the sum of A[t, s]^2 over s < t, less (beta_t |k_t|^2)^2. `pairs`: A and
-    what lies on and above its diagonal."""
+def least_decay(spec: DeltaRuleSpec, chunk: Any) -> Any:
+    """What the decays of a chunk's pairs are at least taken to be: where they are all less, A of n
+    steps has n (n - 1) / 2 pairs, the squared cosines times its square, beside n times 1."""
+    whole, last = (
+        math.sqrt(2 / LEAST_COSINE / max(count - 1, 1)) for count in (C, (spec.T - 1) % C + 1)
+    )
+    return whole if spec.T % C == 0 else jnp.where(chunk == spec.T // C, last, whole)
+
+
+def leave_alike(kernel: Kernel, item: Item, worker: Any) -> None:
+    """Stores ALIKE of a worker's chunk; and of the last one, if that has few steps, with the chunk
+    before it."""
+    alike, last = are_alike(kernel.own.excess.at[worker]), frame.chunks_of(kernel.spec) - 1
+    chunk = item.piece * WORKERS + worker
+
+    def leave(chunk: Any) -> None:
+        at = item.batch, item.head, chunk, frame.ALIKE
+        mosaic.store_in_memory(kernel.numbers.at[at], alike)
+
+    if last > 0 and 0 < kernel.spec.T % C < FEW_STEPS:
+        pl.when(chunk != last)(lambda: leave(chunk))
+        pl.when(chunk == last - 1)(lambda: leave(last))
+    else:
+        leave(chunk)
+
+
+def more_than_itself(
+    decayed: jax.Array, pairs: jax.Array, numbers: Any, normalized: bool
+) -> jax.Array:
+    """[64]: for each row t the sum of A[t, s]^2 over s < t, less (beta_t |k_t|^2)^2. `decayed`: A
+    with decays that are not too small. `pairs`: without decays. Both have what lies on and above
+    the diagonal."""
     row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     if normalized:
         itself = load(numbers.at[frame.BETA], OF_ROWS)
     else:
         itself = jnp.sum(jnp.where(row == column, pairs, 0.0), axis=1)
-    lower = jnp.where(row > column, pairs, 0.0)
+    lower = jnp.where(row > column, decayed, 0.0)
     return jnp.sum(lower * lower, axis=1) - itself * itself
 
 
@@ -282,9 +322,7 @@ def _neighbours(size: int) -> dict[int, list[int]]:
     }
 
 
-def _products(
-    parts: Any, tiles: Any, terms: dict[int, list[int]]
-) -> dict[int, jax.Array]:
+def _products(parts: Any, tiles: Any, terms: dict[int, list[int]]) -> dict[int, jax.Array]:
     """For each column block n the sum over `terms[n]` of (column block m) (rows of block m in
     `tiles`' column block n)."""
     sums = []
