@@ -44,6 +44,7 @@ def draw(
     G: int = 1,
     layout: str = "bthd",
     alike: bool = False,
+    signs: bool = False,
     near: bool = False,
     channel: bool = False,
     weak: bool = False,
@@ -52,14 +53,16 @@ def draw(
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """[q, k, v] with keys of length 1, beta between 0 and 2, decays from 0 down to -50 side by
     side, and an initial state. `alike`: all keys the same, whose triangle is the furthest from the
-    identity. `near`: keys near one another. `channel`: the decays are those of each channel of the
-    key. `weak`: decays from 0 down to -0.01, and a state that is nearly 0; beside equal keys dq is
-    then a small sum of large terms, and so is ddecay. `strong`: decays from 0 down to -50, after
-    which few steps still see each other; what a pair of others leaves in the decays' gradients is
-    then beside small ones. `by_turns`: keys are the same in the chunks of an odd number alone."""
+    identity. `signs`: each key has a random sign, so a chunk has more than one. `near`: keys near
+    one another. `channel`: the decays are those of each channel of the key. `weak`: decays from 0
+    down to -0.01, and a state that is nearly 0; beside equal keys dq is then a small sum of large
+    terms, and so is ddecay. `strong`: decays from 0 down to -50, after which few steps still see
+    each other; what a pair of others leaves in the decays' gradients is then beside small ones.
+    `by_turns`: keys are the same in the chunks of an odd number alone."""
     generator = np.random.default_rng(0)
     q, k = generator.normal(size=(2, 1, T, G, D))
     k = np.broadcast_to(k[:, :1], k.shape) if alike else k
+    k = k * generator.choice([-1, 1], size=(1, T, G, 1)) if signs else k
     k = k[:, :1] + 0.1 * k if near else k
     if by_turns:
         k = np.where((np.arange(T) // 64 % 2 == 1)[:, None, None], k[:, :1], k)
@@ -116,26 +119,48 @@ SMALL = -np.random.default_rng(1).uniform(0, 0.1, (1, 128, 4))
         (dict(T=75, D=64, V=64, alike=True), {}, dict(decay=None, scale=0.3, initial_state=None)),
         # ddecay is a small sum of large terms, for which u is in two parts beside dS', too.
         (dict(T=128, D=64, V=64, near=True, weak=True), {}, {}),
-        # So is it beside small decays where all keys are the same, for which dr is in two parts; by
-        # two warpgroups, which store its second part over what they have read.
-        (dict(T=128, D=64, V=64, H=4, alike=True), {}, dict(decay=SMALL, initial_state=None)),
+        # So is it beside small decays where all keys are the same but for their signs, for which dr
+        # is in two parts; by two warpgroups, which store its second part over what they have read.
         (
-            dict(T=128, D=64, V=128, alike=True),
+            dict(T=128, D=64, V=64, H=4, alike=True, signs=True),
+            {},
+            dict(decay=SMALL, initial_state=None),
+        ),
+        (
+            dict(T=128, D=64, V=128, alike=True, signs=True),
             dict(slices=2),
             dict(decay=SMALL[..., :1], initial_state=None),
         ),
         # What rounding takes from states is far more than ddecay where no step decays.
         (
-            dict(T=200, D=64, V=64, alike=True),
+            dict(T=200, D=64, V=64, alike=True, signs=True),
             {},
             dict(decay=np.zeros((1, 200, 1)), initial_state=None),
         ),
         (dict(T=256, D=64, V=128, alike=True, weak=True), dict(slices=2), {}),
         # The corrections of every block of v's columns are added.
         (
-            dict(T=200, D=64, V=128, alike=True),
+            dict(T=200, D=64, V=128, alike=True, signs=True),
             {},
             dict(decay=np.zeros((1, 200, 1)), initial_state=None),
+        ),
+        # One key and betas of 1, of which ddecay is a thousandth of the terms of its sums: of one
+        # chunk, no state enters; behind decays, with a last chunk of one step; with two blocks of
+        # the key's and of v's columns, and states.
+        (
+            dict(T=64, D=64, V=64, alike=True),
+            {},
+            dict(beta=np.ones((1, 64, 1)), decay=np.zeros((1, 64, 1)), initial_state=None),
+        ),
+        (
+            dict(T=193, D=64, V=64, alike=True),
+            {},
+            dict(beta=np.ones((1, 193, 1)), decay=np.full((1, 193, 1), -0.4), initial_state=None),
+        ),
+        (
+            dict(T=150, D=128, V=128, alike=True, layout="bhtd"),
+            dict(solve_blocks=1),
+            dict(beta=np.full((1, 1, 150), 0.999), normalize_qk=True),
         ),
         # Whole chunks, whose numbers are read and stored in place, of a number of heads that TMA
         # would not take.
@@ -165,6 +190,8 @@ def test_numbers(sizes: Any, config: Any, options: Any) -> None:
     "sizes, config, options, chunks, share",
     [
         # All chunks are alike; two blocks of the keys' columns.
+        (dict(T=175, D=128, V=64, near=True, weak=True), {}, {}, [(0, 1, 2), (0, 1, 2)], 1 / 32),
+        # And of one key.
         (dict(T=175, D=128, V=64, alike=True, weak=True), {}, {}, [(0, 1, 2), (0, 1, 2)], 1 / 32),
         # Every second one; one block has all heads, of two slices of v each.
         (
@@ -222,6 +249,31 @@ def test_what_rounding_takes_from_states_is_added(
     assert error() > 2e-2
 
 
+@newest
+@pytest.mark.parametrize(
+    ("sizes", "decay", "wanted"),
+    [
+        # A last chunk of one step takes it of the one before.
+        (dict(T=193, D=64, V=64, alike=True), -16.0, [1, 1, 1, 1]),
+        (dict(T=144, D=64, V=64, alike=True), -0.4, [1, 1, 1]),
+        (dict(T=17, D=64, V=64, near=True), -16.0, [1]),
+        (dict(T=129, D=64, V=64, by_turns=True), 0.0, [0, 1, 1]),
+        (dict(T=200, D=64, V=64, by_turns=True), 0.0, [0, 1, 0, 0]),
+        (dict(T=193, D=64, V=64), 0.0, [0, 0, 0, 0]),
+        (dict(T=144, D=64, V=64), -0.4, [0, 0, 0]),
+    ],
+)
+def test_like_keys_are_found(sizes: Any, decay: float, wanted: list[int]) -> None:
+    """Behind decays of any strength, and in a last chunk that has few pairs."""
+    (q, k, v), options = draw(**sizes)
+    spec = dataclasses.replace(SPEC, B=1, T=sizes["T"], H=1, D=64, V=64)
+    inputs = Inputs(q, k, v, options["beta"], jnp.full_like(options["decay"], decay))
+    config, given = mosaic_gpu.default_config(spec, H200), steps.given_of(spec, inputs)
+    with ato_jax.interpret():
+        solved = jax.jit(lambda: solve.solve_chunks(spec, config, k, given, leaves_alike=True))()
+    assert solved.numbers[0, 0, : len(wanted), frame.ALIKE, 0].tolist() == wanted
+
+
 SPEC = DeltaRuleSpec(B=2, T=300, G=1, H=4, D=128, V=128, dtype="bfloat16", scale=1.0, decay="step")
 
 
@@ -248,31 +300,6 @@ def test_slices_fill_the_card() -> None:
     many = dataclasses.replace(SPEC, H=64)
     assert mosaic_gpu.default_config(many, H200).slices == 2
     assert mosaic_gpu.default_config(dataclasses.replace(many, V=192), H200).slices == 1
-
-@newest
-@pytest.mark.parametrize(
-    ("sizes", "decay", "wanted"),
-    [
-        # A last chunk of one step takes it of the one before.
-        (dict(T=193, D=64, V=64, alike=True), -16.0, [1, 1, 1, 1]),
-        (dict(T=144, D=64, V=64, alike=True), -0.4, [1, 1, 1]),
-        (dict(T=17, D=64, V=64, near=True), -16.0, [1]),
-        (dict(T=129, D=64, V=64, by_turns=True), 0.0, [0, 1, 1]),
-        (dict(T=200, D=64, V=64, by_turns=True), 0.0, [0, 1, 0, 0]),
-        (dict(T=193, D=64, V=64), 0.0, [0, 0, 0, 0]),
-        (dict(T=144, D=64, V=64), -0.4, [0, 0, 0]),
-    ],
-)
-def test_like_keys_are_found(sizes: Any, decay: float, wanted: list[int]) -> None:
-    """Behind decays of any strength, and in a last chunk that has few pairs."""
-    (q, k, v), options = draw(**sizes)
-    spec = dataclasses.replace(SPEC, B=1, T=sizes["T"], H=1, D=64, V=64)
-    inputs = Inputs(q, k, v, options["beta"], jnp.full_like(options["decay"], decay))
-    config, given = mosaic_gpu.default_config(spec, H200), steps.given_of(spec, inputs)
-    with ato_jax.interpret():
-        solved = jax.jit(lambda: solve.solve_chunks(spec, config, k, given, leaves_alike=True))()
-    assert solved.numbers[0, 0, : len(wanted), frame.ALIKE, 0].tolist() == wanted
-
 
 
 def test_pieces_fill_the_card() -> None:

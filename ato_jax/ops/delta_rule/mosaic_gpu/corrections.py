@@ -15,6 +15,8 @@ Chunks whose keys `solve.py` finds to be alike get all of them. The first chunk 
 where the caller gives a first state, and the last chunk those by d where the last state has a
 cotangent: these states may be large.
 
+A chunk of like keys that are all equal gets all of its ddecay here (`one_key.py`).
+
 For e and d a walk carries S, and another dS', in float32. u and dr are known, in two parts, so a
 step is two products for each block of the state, and no state in float32 is stored. An item is one
 walk over a head and 64 of v's columns: S from the first chunk to the last one that gets a
@@ -37,7 +39,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -48,10 +50,11 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, load
-from ato_jax.ops.delta_rule.mosaic_gpu import frame
+from ato_jax.ops.delta_rule.mosaic_gpu import frame, one_key
 from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, PARTS, C, Config
-from ato_jax.ops.delta_rule.mosaic_gpu.steps import sums_to_end
+from ato_jax.ops.delta_rule.mosaic_gpu.one_key import OneKey, total
+from ato_jax.ops.delta_rule.mosaic_gpu.steps import in_all_rows, sums_to_end
 from ato_jax.ops.delta_rule.mosaic_gpu.walk import Numbers, add_products
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
@@ -59,6 +62,9 @@ STAGES = 2
 WORKER = frame.worker_role(1)
 # The two walks: from the first chunk, with S, and from the last one, with dS'.
 FROM_START, FROM_END = WALKS = range(2)
+# Where the kernel stores, beside the corrections of each walk, what `gradient.py` multiplies its
+# own ddecay by in a chunk of like keys: 0 where they are one key, else 1.
+SHARE = len(WALKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Storage(mosaic.Storage):
     dstates: Array  # as states: dS~^T
     numbers: Array  # [STAGES, NUMBERS, 64] float32
     sums: Array  # [2, 64] float32: dL, and what dL_C has besides
+    key: Array  # [D / 64 + 1, 64] float32: a chunk's one key, and its products with S
     chunks: Ring
 
 
@@ -88,7 +95,8 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
         loaded[name] = Buffer(tiling.shared(STAGES, blocks, HALF, HALF), copies=blocks)
     loaded["numbers"] = Buffer(frame.numbers_in_memory(STAGES))
     chunks = Ring.of(STAGES, loaded.values(), (WORKER,))
-    return Storage(**loaded, sums=Buffer(plgpu.SMEM((2, C), F32)), chunks=chunks)
+    made = dict(sums=Buffer(plgpu.SMEM((2, C), F32)), key=Buffer(plgpu.SMEM((blocks + 1, C), F32)))
+    return Storage(**loaded, **made, chunks=chunks)
 
 
 class Place(NamedTuple):
@@ -116,7 +124,7 @@ class Kernel:
     dstates: Any
     numbers: Any
     reach: Any  # [WALKS, B, H]
-    corrections: Any  # [WALKS, V / 64, B, H, chunks, 64]
+    corrections: Any  # [WALKS + 1, V / 64, B, H, chunks, 64]
     first: Any = None  # [B, H, V, D] float32: the first state
     last: Any = None  # as `first`: the last state's cotangent
 
@@ -165,8 +173,9 @@ def corrections(
     first: jax.Array | None,
     last: jax.Array | None,
 ) -> jax.Array:
-    """The corrections of each step's ddecay, [WALKS, V / 64, B, H, chunks, 64]. Nothing is stored
-    where `is_corrected` does not hold.
+    """The corrections of each step's ddecay, and behind them SHARE, [WALKS + 1, V / 64, B, H,
+    chunks, 64]. Nothing is stored where `is_corrected` does not hold, and SHARE is where keys are
+    alike.
 
     Args:
       arrays: the inputs in global memory, by the names of `Kernel`.
@@ -179,7 +188,7 @@ def corrections(
     chunks, blocks = frame.chunks_of(spec), spec.V // HALF
     heads = spec.H * blocks * len(WALKS)
     deal = mosaic.Deal(spec.B, heads, chunks * C, chunks * C, 1, config.solve_blocks)
-    shape = (len(WALKS), blocks, spec.B, spec.H, chunks, C)
+    shape = (len(WALKS) + 1, blocks, spec.B, spec.H, chunks, C)
     found = frame.launch(
         "corrections",
         deal,
@@ -262,9 +271,30 @@ class Chunk:
         """A tile [64, 64] of rows, transposed."""
         return mosaic.load_transposed(tiles.at[self.slot]).astype(F32)
 
+    @property
+    def alike(self) -> Any:
+        return self.kernel.own.numbers[self.slot, frame.ALIKE, 0]
+
     def is_corrected(self) -> Any:
-        alike = self.kernel.own.numbers[self.slot, frame.ALIKE, 0]
-        return is_corrected(self.kernel.spec, self.place.walk, alike, self.number)
+        return is_corrected(self.kernel.spec, self.place.walk, self.alike, self.number)
+
+    def target(self, which: Any) -> Any:
+        """[64] in global memory. `which`: a walk, or SHARE."""
+        at = self.place.block, self.item.batch, self.place.head, self.number
+        return self.kernel.corrections.at[(which, *at)]
+
+    def correct(
+        self, by_rounding: Callable[[], None], of_one_key: Callable[[OneKey], None]
+    ) -> None:
+        """Calls what stores the chunk's corrections, if it has any."""
+
+        @pl.when(self.is_corrected())
+        def _() -> None:
+            own, steps = self.kernel.own, self.kernel.spec.T - self.number * C
+            key, equal = one_key.find(self.blocks(own.k), steps, own.key, own.sums)
+            is_one = (self.alike > 0) & equal
+            pl.when(is_one)(lambda: of_one_key(key))
+            pl.when(jnp.logical_not(is_one))(by_rounding)
 
 
 def carry(
@@ -297,23 +327,36 @@ def carry(
 
 
 def step_from_start(here: Chunk, S: list[jax.Array]) -> list[jax.Array]:
-    """Stores a chunk's corrections by e; returns S'."""
+    """Stores a chunk's corrections by e, or those of one key but for the last term, and SHARE;
+    returns S'."""
     own, numbers = here.kernel.own, here.numbers()
+    states, dstates = here.blocks(own.states), here.blocks(own.dstates)
+    dr = [own.dr.at[here.slot], own.rest.at[here.slot]]
 
-    @pl.when(here.is_corrected())
-    def _() -> None:
-        e, last = take_rounded(S, here.blocks(own.states), here.blocks(own.dstates))
-        of_queries, of_keys = mosaic.multiply(
-            *(
-                (mosaic.zeros(C, HALF), list(zip(here.blocks(rows), e, strict=True)))
-                for rows in (own.q, own.k)
-            )
-        )
+    def store_share(share: float) -> None:
+        mosaic.store_in_memory(here.target(SHARE), in_all_rows(share))
+
+    def by_rounding() -> None:
+        e, last = overwrite([states], errors(S, states), dstates)
+        of_queries, of_keys = mosaic.multiply(*(times(here, rows, e) for rows in (own.q, own.k)))
         read = dot(own.dout.at[here.slot], of_queries)
-        recalled = dot(own.dr.at[here.slot], of_keys) + dot(own.rest.at[here.slot], of_keys)
+        recalled = total(dot(part, of_keys) for part in dr)
         of_steps = here.factor(frame.READ) * read - here.factor(frame.RECALLED) * recalled
         store(here, of_steps, last * numbers.kept())
+        store_share(1.0)
 
+    def of_one_key(key: OneKey) -> None:
+        along = key.along(S)
+        across, last = overwrite([states, dstates], key.across(S, along), dstates)
+        (of_queries,) = mosaic.multiply(times(here, own.q, across))
+        read = here.factor(frame.READ) * dot(own.dout.at[here.slot], of_queries)
+        u = own.written.at[here.slot, 0], own.written.at[here.slot, 1]
+        room = own.key.at[len(states)]
+        dots = one_key.dots_along(key, along, room, own.numbers.at[here.slot], dr, u)
+        store(here, read, last * numbers.kept(), dots)
+        store_share(0.0)
+
+    here.correct(by_rounding, of_one_key)
     parts = [mosaic.load_transposed(own.written.at[here.slot, part]) for part in range(PARTS)]
     u = parts[0].astype(F32) + parts[1].astype(F32)
     written = frame.in_two_parts(numbers.times(u, numbers.of_written()))
@@ -323,15 +366,20 @@ def step_from_start(here: Chunk, S: list[jax.Array]) -> list[jax.Array]:
 def step_from_end(here: Chunk, dstate: list[jax.Array]) -> list[jax.Array]:
     """Stores a chunk's corrections by d; returns dS."""
     own, numbers = here.kernel.own, here.numbers()
+    states, dstates = here.blocks(own.states), here.blocks(own.dstates)
 
-    @pl.when(here.is_corrected())
-    def _() -> None:
-        d, last = take_rounded(dstate, here.blocks(own.dstates), here.blocks(own.states))
-        keys = here.blocks(own.k)
-        (of_keys,) = mosaic.multiply((mosaic.zeros(C, HALF), list(zip(keys, d, strict=True))))
+    def by_rounding() -> None:
+        d, last = overwrite([dstates], errors(dstate, dstates), states)
+        (of_keys,) = mosaic.multiply(times(here, own.k, d))
         written = here.factor(frame.WRITTEN) * dot(own.written.at[here.slot, 0], of_keys)
         store(here, -written, last * numbers.kept() + written)
 
+    def of_one_key(key: OneKey) -> None:
+        both = zip(key.across_rounded(states), errors(dstate, dstates), strict=True)
+        last = total(jnp.sum(across * d, axis=1) for across, d in both)
+        store(here, in_all_rows(0.0), last * numbers.kept())
+
+    here.correct(by_rounding, of_one_key)
     read = frame.in_two_parts(numbers.times(here.columns_of(own.dout), numbers.of_read()))
     dr = here.columns_of(own.dr) + here.columns_of(own.rest)
     recalled = frame.in_two_parts(numbers.times(-dr, numbers.of_recalled()))
@@ -339,28 +387,45 @@ def step_from_end(here: Chunk, dstate: list[jax.Array]) -> list[jax.Array]:
     return add_products(dstate, numbers.kept(), factors)
 
 
-def take_rounded(
-    state: list[jax.Array], rounded: list[Any], other: list[Any]
-) -> tuple[list[Any], jax.Array]:
-    """Overwrites the rounded state with its rounding error; returns this, transposed back, and its
-    product with the `other` rounded state, a sum for each of v's columns."""
+def errors(state: list[jax.Array], rounded: list[Any]) -> Iterator[jax.Array]:
+    """What rounding took from a state, block by block."""
+    for exact, tile in zip(state, rounded, strict=True):
+        yield exact - load(tile).astype(F32)
+
+
+def overwrite(
+    places: list[list[Any]], state: Iterable[jax.Array], other: list[Any]
+) -> tuple[list[list[Any]], jax.Array]:
+    """Stores a state over rounded ones, in as many parts as there are places. Returns the tiles of
+    each part, transposed back, and the state's product with the `other` rounded one, a sum for each
+    of v's columns."""
     sums = []
-    for exact, tile, factor in zip(state, rounded, other, strict=True):
-        left = exact - load(tile).astype(F32)
-        sums.append(dot(factor, left))
-        tile[...] = left.astype(BF16)
+    for n, block in enumerate(state):
+        sums.append(dot(other[n], block))
+        parts = (block.astype(BF16),) if len(places) == 1 else frame.in_two_parts(block)
+        for tiles, part in zip(places, parts, strict=True):
+            tiles[n][...] = part
     plgpu.commit_smem()
-    return [tile.T for tile in rounded], sum(sums[1:], start=sums[0])
+    return [[tile.T for tile in tiles] for tiles in places], total(sums)
 
 
-def store(here: Chunk, of_steps: jax.Array, of_last: jax.Array) -> None:
+def times(here: Chunk, rows: Any, state: list[list[Any]]) -> tuple[jax.Array, list[Any]]:
+    """The products of a chunk's rows of q or k with a state in parts, to be added up."""
+    blocks = here.blocks(rows)
+    products = [pair for part in state for pair in zip(blocks, part, strict=True)]
+    return mosaic.zeros(C, HALF), products
+
+
+def store(
+    here: Chunk, of_steps: jax.Array, of_last: jax.Array, beside: jax.Array | None = None
+) -> None:
     """Stores corrections of ddecay, the sums of dL from each step to the chunk's end. `of_last`:
-    terms whose sum is added to dL of the last step."""
-    kernel, sums = here.kernel, here.kernel.own.sums
+    terms whose sum is added to dL of the last step. `beside`: what is added to the sums."""
+    sums = here.kernel.own.sums
     for to, terms in zip((sums.at[0], sums.at[1]), (of_steps, of_last), strict=True):
         to[...] = terms
     plgpu.commit_smem()
     found = sums_to_end(load(sums.at[0], OF_COLUMNS), load(sums.at[1], OF_COLUMNS))
-    at = here.place.walk, here.place.block, here.item.batch, here.place.head, here.number
-    mosaic.store_in_memory(kernel.corrections.at[at], found)
+    found = found if beside is None else found + beside
+    mosaic.store_in_memory(here.target(here.place.walk), found)
     plgpu.commit_smem()  # ahead of what overwrites the sums

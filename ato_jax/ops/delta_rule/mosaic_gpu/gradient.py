@@ -14,7 +14,7 @@ sum of log decays from the chunk's first step to t, and e(s..t) = exp(L_t - L_s)
 and dL_C for the chunk's last step has exp(L_C) <S, dS'> + sum_s exp(L_C - L_s) k_s . u_s dS'^T
 besides. A step's decay is part of L from the step on, so its gradient is the sum of dL over it and
 all later steps of its chunk, and over the workers' columns. Where the rounding of S and dS' would
-exceed it, the corrections of `corrections.py` are added.
+exceed it, the corrections of `corrections.py` are added, or in a chunk of one key take its place.
 
 u_t / beta_t is the error that step t corrects, so nothing has to be formed again.
 
@@ -205,8 +205,15 @@ def store_decay_gradient(kernel: Kernel, item: Item, decay: jax.Array, alike: An
 
 
 def with_corrections(kernel: Kernel, item: Item, alike: Any, found: jax.Array) -> jax.Array:
-    """ddecay with the corrections of `corrections.py`, where the chunk has any."""
+    """ddecay with the corrections of `corrections.py`, where the chunk has any. `found`: this
+    kernel's own."""
     at = kernel.place(item)
+
+    def of_own(found: jax.Array) -> jax.Array:
+        share = load(kernel.corrections.at[(corrections.SHARE, 0, *at)], OF_ROWS, optimized=False)
+        return jnp.where(share > 0, found, 0.0)
+
+    found = lax.cond(alike > 0, of_own, lambda found: found, found)
     for walk in corrections.WALKS:
 
         def add(found: jax.Array, walk: int = walk) -> jax.Array:
