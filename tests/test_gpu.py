@@ -976,6 +976,36 @@ def test_causal_segments_of_mosaic_gpu(
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "decay", "rows", "options"),
+    [
+        (2, 9000, 4, 4, 128, "step", 200, {}),
+        (2, 7000, 8, 2, 128, "step", 200, {"layout": "bhtd", "feature_map": "silu"}),
+        (2, 9001, 8, 8, 64, "step", 200, {}),
+        (2, 7000, 8, 4, 64, "head", 200, {"layout": "bhtd", "kv_lengths": np.array([7000, 3001])}),
+        (2, 9000, 4, 4, 128, "strong", 200, {}),
+        (2, 9000, 4, 4, 64, "strong", 200, {"normalize": False, "feature_map": "identity"}),
+        (1, LONG, 2, 2, 128, "head", 1024, {}),
+        (1, LONG, 2, 2, 64, "head", 1024, {"normalize": False, "feature_map": "identity"}),
+        (1, LONG, 4, 4, 64, "step", 1024, {"dtype": "float16"}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_causal_segments_beside_a_decay(
+    B: int, T: int, H: int, G: int, D: int, decay: str, rows: int, options: dict[str, Any]
+) -> None:
+    """Some pieces have a steep chunk where decays are `strong`, and no masks."""
+    layout = options.get("layout", "bthd")
+    given: Any = -jnp.linspace(0.001, 0.1, G)
+    if decay != "head":
+        given = -jax.random.uniform(jax.random.key(3), (B, T, G)) / 10
+        given = given.at[:, 100:2000:777].set(-50.0) if decay == "strong" else given
+        given = given if layout == "bthd" else jnp.swapaxes(given, 1, 2)
+    options = {"layout": layout} | options | {"decay": given}
+    check_segments(B, T, H, G, D, rows=rows, causal=True, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
     ("B", "T", "H", "G", "D", "V", "dtype", "kind", "options"),
     [
         (2, 331, 4, 4, 128, 128, "bfloat16", None, {}),
@@ -1902,6 +1932,21 @@ def test_the_delta_rule_by_mosaic_gpu(
     assert found.keys() == again.keys() == wanted.exact.keys()
     assert all(jnp.array_equal(found[name], again[name]) for name in found)
     numerics.compare(found, wanted)
+
+
+@of_mosaic_delta_rule
+@pytest.mark.parametrize(("T", "D", "decay"), [(193, 64, -0.4), (1024, 64, 0.0), (300, 128, -4.0)])
+def test_the_delta_rule_where_each_step_takes_all_of_the_state(
+    T: int, D: int, decay: float
+) -> None:
+    """One key and betas of 1: ddecay is a thousandth of its terms."""
+    needs_hopper()
+    qkv = arrays("float32", B=1, T=T, H=4, G=4, D=D)
+    k = jnp.broadcast_to(qkv[1][:, :1], qkv[1].shape)
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    qkv = [array.astype(jnp.bfloat16) for array in (qkv[0], k, qkv[2])]
+    options = {"beta": jnp.ones((1, T, 4)), "decay": jnp.full((1, T, 4), decay)}
+    check("gated_delta_rule", *qkv, implementation="mosaic_gpu", **options)
 
 
 @of_mosaic_delta_rule
