@@ -145,12 +145,18 @@ SMALL = -np.random.default_rng(1).uniform(0, 0.1, (1, 128, 4))
             dict(decay=np.zeros((1, 200, 1)), initial_state=None),
         ),
         # One key and betas of 1, of which ddecay is a thousandth of the terms of its sums: of one
-        # chunk, no state enters; behind decays, with a last chunk of one step; with two blocks of
-        # the key's and of v's columns, and states.
+        # chunk, no state enters; with a last chunk of which a part is behind the last step; behind
+        # decays, with a last chunk of one step; with two blocks of the key's and of v's columns,
+        # and states.
         (
             dict(T=64, D=64, V=64, alike=True),
             {},
             dict(beta=np.ones((1, 64, 1)), decay=np.zeros((1, 64, 1)), initial_state=None),
+        ),
+        (
+            dict(T=150, D=64, V=64, alike=True),
+            {},
+            dict(beta=np.ones((1, 150, 1)), decay=np.zeros((1, 150, 1)), initial_state=None),
         ),
         (
             dict(T=193, D=64, V=64, alike=True),

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_linear_mosaic import OP, against_the_reference, draw, options_of
+import test_linear_channel as channel
+from test_linear_mosaic import OP, SMALL, against_the_reference, draw, options_of
 from test_mosaic_lengths import decay_of, poisoned
 
 import ato_jax
@@ -103,7 +104,18 @@ def test_segments_beside_a_decay(
     wanted = numerics.oracle(
         OP, *draw(B, 200, H, G, layout, D=D), causal=True, decay=steps, **options
     )
-    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+    configs = dict.fromkeys(("forward_config", "backward_config"), SMALL)
+    with ato_jax.interpret():
+        found = numerics.run_backends(
+            "mosaic_gpu", "mosaic_gpu", wanted, device=channel.GPU, **configs
+        )
+    numerics.compare(found, wanted)
+    if decay != "head":
+        # Nothing of earlier steps is left to decay where a segment begins, nor at the first step,
+        # unless a state is given.
+        begins = np.diff(options["segment_ids"], axis=1, prepend=0 if given else -1) != 0
+        of_steps = found["ddecay"] if layout == "bthd" else jnp.swapaxes(found["ddecay"], 1, 2)
+        assert begins.any() and not np.any(np.asarray(of_steps)[begins])
 
 
 @newest
@@ -131,11 +143,11 @@ def test_rows_of_borders(T: int, by: str, monkeypatch: pytest.MonkeyPatch) -> No
     """What a kernel, or XLA, makes of runs, beside loops over rows, in two pieces of two chunks."""
     if by == "xla":
         monkeypatch.setattr(launch, "no_triton", "is left out")
-    lengths = [[1, 62, 1, 64, 1, T - 129], [T], [100, 28, T - 128]]
+    lengths = [[1, 62, 1, 64, 1, T - 129], [T], [100, 28, T - 128], [T - 1, 1]]
     runs = np.stack([np.repeat(np.arange(len(own)), own) for own in lengths])
     whole = np.pad(runs, ((0, 0), (0, mosaic.whole_chunks(T) - T)), mode="edge")
-    spec: Any = types.SimpleNamespace(B=3, T=T, S=T, G=2)
-    deal = mosaic.Deal(3, 2, T, 2 * frame.C, 2, 3)
+    spec: Any = types.SimpleNamespace(B=4, T=T, S=T, G=2)
+    deal = mosaic.Deal(4, 2, T, 2 * frame.C, 2, 3)
     with ato_jax.interpret():
         found = borders.of_sequence(spec, deal, jnp.asarray(runs))
     if by == "triton":

@@ -150,7 +150,8 @@ def _by_xla(spec: LinearAttentionSpec, deal: Cut, runs: jax.Array) -> OfSequence
     query, key = of_chunks[..., :, None], of_chunks[..., None, :]
     begins = jnp.sum(key < query, axis=3, dtype=jnp.int32)  # [B, chunks, C]
     ends = (C - 1) - jnp.sum(key > query, axis=3, dtype=jnp.int32)
-    begun = jnp.cumsum(_cut(are_borders(runs), of_chunks.shape[1], C), axis=2, dtype=jnp.int32)
+    borders = are_borders(of_chunks.reshape(spec.B, -1)).reshape(of_chunks.shape)
+    begun = jnp.cumsum(borders, axis=2, dtype=jnp.int32)
     chunks = jnp.stack([_reads(of_chunks), begins[:, :, -1]], axis=2)
     of_pieces = _cut(runs, deal.pieces, deal.rows)
     last = of_pieces[..., -1:]
@@ -176,10 +177,10 @@ def are_borders(runs: jax.Array) -> jax.Array:
     return jnp.pad(runs[:, 1:] != runs[:, :-1], ((0, 0), (1, 0)))
 
 
-def _cut(x: jax.Array, count: int, rows: int) -> jax.Array:
-    """[B, T] as [B, count, rows]; rows behind the last one are as it is."""
-    missing = count * rows - x.shape[1]
-    return jnp.pad(x, ((0, 0), (0, missing)), mode="edge").reshape(-1, count, rows)
+def _cut(runs: jax.Array, count: int, rows: int) -> jax.Array:
+    """[B, T] as [B, count, rows]; rows behind the last one are of its run."""
+    missing = count * rows - runs.shape[1]
+    return jnp.pad(runs, ((0, 0), (0, missing)), mode="edge").reshape(-1, count, rows)
 
 
 def _reads(parts: jax.Array) -> jax.Array:
