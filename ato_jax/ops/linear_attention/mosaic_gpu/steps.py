@@ -1,8 +1,8 @@
 """Lengths and segments as the kernels take them.
 
-lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
-segments    masks (`chunk_borders.py`). A decay is then one for each step, and counts as 0 at
-            the first step of a segment, as nothing of earlier steps is left there
+    lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
+    segments    masks (`chunk_borders.py`). A decay counts as 0 at the first step of a segment, as
+                nothing of earlier steps is left there
 """
 
 from __future__ import annotations
