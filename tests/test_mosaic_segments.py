@@ -140,7 +140,8 @@ def test_rows_that_are_no_multiple_of_8(D: int, H: int, backward: str) -> None:
 @pytest.mark.parametrize("by", ["xla", pytest.param("triton", marks=aot.requires_triton)])
 @pytest.mark.parametrize("T", [192, 200])
 def test_rows_of_borders(T: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel, or XLA, makes of runs, beside loops over rows, in two pieces of two chunks."""
+    """The kernel and XLA's form each find the borders that loops over rows find. The sequences have
+    two pieces of two chunks."""
     if by == "xla":
         monkeypatch.setattr(launch, "no_triton", "is left out")
     lengths = [[1, 62, 1, 64, 1, T - 129], [T], [100, 28, T - 128], [T - 1, 1]]

@@ -224,8 +224,10 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
 
 
 def least_decay(spec: DeltaRuleSpec, chunk: Any) -> Any:
-    """What the decays of a chunk's pairs are at least taken to be: where they are all less, A of n
-    steps has n (n - 1) / 2 pairs, the squared cosines times its square, beside n times 1."""
+    """A lower bound for the factors by which decays shrink the pairs of a chunk, where the chunk is
+    searched for like keys. A chunk of n steps has n (n - 1) / 2 pairs. If each of them is shrunk to
+    this bound b, the sum over pairs is b^2 n (n - 1) / 2 times their mean squared cosine, and the
+    sum over steps is n. The former is larger where that mean is above `LEAST_COSINE`."""
     whole, last = (
         math.sqrt(2 / LEAST_COSINE / max(count - 1, 1)) for count in (C, (spec.T - 1) % C + 1)
     )
