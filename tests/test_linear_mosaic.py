@@ -20,7 +20,7 @@ from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention import decay as decay_limits
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.scans import channel_flows, flows
+from ato_jax.ops.linear_attention.scans import channel_flows, flow_places
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
 from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
@@ -32,9 +32,7 @@ def draw(
     B: int, T: int, H: int, G: int, layout: str = "bthd", S: int | None = None, D: int = 128
 ) -> list[jax.Array]:
     shapes = ((B, length, heads, D) for length, heads in ((T, H), (S or T, G), (S or T, G)))
-    found = [
-        channel.draw(*shape, dtype="bfloat16", seed=seed) for seed, shape in enumerate(shapes)
-    ]
+    found = [channel.draw(*shape, dtype="bfloat16", seed=seed) for seed, shape in enumerate(shapes)]
     return found if layout == "bthd" else [jnp.swapaxes(array, 1, 2) for array in found]
 
 
@@ -83,9 +81,7 @@ def test_pieces_and_a_state(B: int, H: int, D: int) -> None:
         (131, 64, "bthd", "head", {}),
     ],
 )
-def test_tails_within_8_rows(
-    T: int, D: int, layout: str, decay: str | None, options: Any
-) -> None:
+def test_tails_within_8_rows(T: int, D: int, layout: str, decay: str | None, options: Any) -> None:
     """With steep chunks, too: the last one in part, and one that is whole; of heads that fill a
     tile's half, and narrower ones."""
     gates = channel.draw_gates("mild", 1, T, 2).at[:, jnp.array([40, T - 2])].set(-50.0)
@@ -336,7 +332,7 @@ def test_gradients_of_gates_in_long_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     """Sums begin anew within them, the last chunk is in part, strong gates and some beyond what
     float32 holds; behind Triton's forward, which keeps no states."""
     spacing = 2
-    monkeypatch.setitem(flows.SPACING, "step", spacing)
+    monkeypatch.setitem(flow_places.SPACING, "step", spacing)
     T, chunks = 328, 3
     assert chunks * frame.C * SMALL["pieces"] > T > 2 * spacing * frame.C
     decay = jnp.full((1, 2, T), -0.01).at[:, 1].set(-20.0).at[:, 1, ::7].set(-128.5)

@@ -22,7 +22,14 @@ from ato_jax.ops.linear_attention import decay as decay_limits
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
-from ato_jax.ops.linear_attention.scans import channel_flows, edges, flows, gates, totals
+from ato_jax.ops.linear_attention.scans import (
+    channel_flows,
+    edges,
+    flow_places,
+    flows,
+    gates,
+    totals,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 from tests import aot
 
@@ -260,35 +267,55 @@ def test_gradient_of_heads() -> None:
     assert found.tolist() == [10.0, 0.0, 0.0]
 
 
+def steep_chunks(sums: jax.Array) -> np.ndarray:
+    """Which chunks are steep, [B, H, chunks]."""
+    rows_of = exact(sums).reshape(*sums.shape[:2], -1, frame.C)
+    middle, last = rows_of[..., frame.C // 2 - 1], rows_of[..., -1]
+    return np.minimum(middle, last - middle) < -decay_limits.MOST_LOST_OF_CHUNK
+
+
+def known_flows(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    sums: jax.Array,
+    queries: flow_places.OfQueries,
+    keys: flow_places.OfKeys,
+    of_start: jax.Array | None,
+) -> dict[int, np.ndarray]:
+    """Y [B, H] ahead of each chunk whose states are kept."""
+    count, in_piece = sums.shape[2] // frame.C, deal.rows // frame.C
+    rows_of, steep = exact(sums).reshape(*sums.shape[:2], count, frame.C), steep_chunks(sums)
+    middle, last = rows_of[..., frame.C // 2 - 1], rows_of[..., -1]
+    of_s, of_r = np.where(steep, 0, -middle), np.where(steep, 0, middle - last)
+    chunks = [chunk for chunk in range(count) if chunk % in_piece % flow_places.spacing(spec) == 0]
+    known = {0: np.zeros(sums.shape[:2]) if of_start is None else exact(of_start)}
+    for place, chunk in list(enumerate(chunks))[1:]:
+        found = (exact(queries.kv)[:, :, place] * exact(keys.kv)[:, :, place - 1]).sum((2, 3))
+        if queries.k_sum is not None:
+            z = exact(queries.k_sum)[:, :, place] * exact(keys.k_sum)[:, :, place - 1]
+            found += z.sum(axis=2)
+        known[chunk] = found * np.exp2(of_s[:, :, chunk] + of_r[:, :, chunk - 1])
+    return known
+
+
 def slow_flows(
     spec: LinearAttentionSpec,
     deal: mosaic.Deal,
     sums: jax.Array,
-    queries: flows.OfQueries,
-    keys: flows.OfKeys,
+    queries: flow_places.OfQueries,
+    keys: flow_places.OfKeys,
     of_start: jax.Array | None,
 ) -> np.ndarray:
     """F at each step [B, H, T], chunk by chunk as `scans/flows.py` says it."""
-    count, in_piece = sums.shape[2] // frame.C, deal.rows // frame.C
+    count = sums.shape[2] // frame.C
     of_chunks = (*sums.shape[:2], count, frame.C)
     reads, adds = exact(queries.flows).sum(axis=0).reshape(of_chunks), exact(keys.flows)
-    passing, rows_of = adds.reshape(of_chunks) - reads, exact(sums).reshape(of_chunks)
-    middle, last = rows_of[..., frame.C // 2 - 1], rows_of[..., -1]
-    steep = np.minimum(middle, last - middle) < -decay_limits.MOST_LOST_OF_CHUNK
-    of_s, of_r = np.where(steep, 0, -middle), np.where(steep, 0, middle - last)
-    known = [chunk for chunk in range(count) if chunk % in_piece % flows.spacing(spec) == 0]
+    passing = adds.reshape(of_chunks) - reads
+    known = known_flows(spec, deal, sums, queries, keys, of_start)
     crossing = np.zeros((*sums.shape[:2], count + 1))
-    for place, chunk in enumerate(known):
-        if place:
-            found = (exact(queries.kv)[:, :, place] * exact(keys.kv)[:, :, place - 1]).sum((2, 3))
-            if queries.k_sum is not None:
-                z = exact(queries.k_sum)[:, :, place] * exact(keys.k_sum)[:, :, place - 1]
-                found += z.sum(axis=2)
-            found *= np.exp2(of_s[:, :, chunk] + of_r[:, :, chunk - 1])
-        else:
-            found = np.zeros(sums.shape[:2]) if of_start is None else exact(of_start)
+    for chunk, found in known.items():
         crossing[:, :, chunk] = found
-    for low, high in zip(known, [*known[1:], count], strict=True):
+    for low, high in zip(known, [*list(known)[1:], count], strict=True):
         own = passing[:, :, low:high].sum(axis=3)
         missed = crossing[:, :, high] - crossing[:, :, low] - own.sum(axis=2)
         if high == count and spec.return_state:
@@ -296,7 +323,7 @@ def slow_flows(
         for chunk in range(low + 1, high):
             share = missed * (chunk - low) / (high - low)
             crossing[:, :, chunk] = crossing[:, :, low] + own[:, :, : chunk - low].sum(2) + share
-    crossing = np.where(steep, reads.sum(axis=3), crossing[:, :, :count])
+    crossing = np.where(steep_chunks(sums), reads.sum(axis=3), crossing[:, :, :count])
     before = np.cumsum(passing, axis=3) - passing
     found = before + exact(keys.inside).reshape(of_chunks) + crossing[..., None]
     return found.reshape(*sums.shape[:2], -1)[:, :, : spec.T]
@@ -330,8 +357,8 @@ def test_flows(
     spec, deal, decay, sums = gated(B, T, G, D, rows, **options)
     if of_heads:  # has more places
         spec = dataclasses.replace(spec, decay="head")
-    length, places = sums.shape[2], flows.places(spec, deal)
-    missing = flows._chunk_of(spec, deal, np.arange(places)) >= length // frame.C
+    length, places = sums.shape[2], flow_places.places(spec, deal)
+    missing = flow_places.chunk_of(spec, deal, np.arange(places)) >= length // frame.C
     assert missing.any() == (T == 64 * 60 or of_heads and T == 1500)
     halves = 2 // frame.heads_of_tile(spec)
 
@@ -342,9 +369,9 @@ def test_flows(
 
     kv, k_sum = states(20)
     z = k_sum if spec.normalize else None
-    queries = flows.OfQueries(normal(halves, B, G, length, seed=22), kv, z)
+    queries = flow_places.OfQueries(normal(halves, B, G, length, seed=22), kv, z)
     adds, inside = (normal(B, G, length, seed=seed) for seed in (23, 24))
-    keys = flows.OfKeys(adds, inside, *states(25))
+    keys = flow_places.OfKeys(adds, inside, *states(25))
     of_start = 10 * normal(B, G, seed=27) if start else None
 
     def found_of(sums: Any, queries: Any, keys: Any, of_start: Any, decay: Any) -> jax.Array:
@@ -374,8 +401,8 @@ def test_flows_of_nearly_steep_gates() -> None:
     kv, r = (small * normal(1, 2, 2, D, D, seed=seed) for seed in (30, 31))
     k_sum, u = (small * normal(1, 2, 2, D, seed=seed) for seed in (32, 33))
     nothing = jnp.zeros((1, 2, T))
-    queries = flows.OfQueries(nothing[None], kv.astype(jnp.bfloat16), k_sum)
-    keys = flows.OfKeys(nothing, nothing, r.astype(jnp.bfloat16), u)
+    queries = flow_places.OfQueries(nothing[None], kv.astype(jnp.bfloat16), k_sum)
+    keys = flow_places.OfKeys(nothing, nothing, r.astype(jnp.bfloat16), u)
     decay = jnp.full((1, T, 2), -1.25)
     with ato_jax.interpret():
         sums = gates.of_steps(spec, decay)

@@ -42,7 +42,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradien
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums, units_of_chunks
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
-from ato_jax.ops.linear_attention.scans import flows
+from ato_jax.ops.linear_attention.scans import flow_places, flows
 from ato_jax.ops.linear_attention.scans.borders import OfSequence, of_sequence
 from ato_jax.ops.linear_attention.scans.edges import Edges, at_edges, join_pieces
 from ato_jax.ops.linear_attention.scans.gates import OfPieces, of_pieces
@@ -377,8 +377,8 @@ def gradients(
 
 
 def _turned(
-    gates: jax.Array, queries: flows.OfQueries, keys: flows.OfKeys
-) -> tuple[jax.Array, flows.OfQueries, flows.OfKeys]:
+    gates: jax.Array, queries: flow_places.OfQueries, keys: flow_places.OfKeys
+) -> tuple[jax.Array, flow_places.OfQueries, flow_places.OfKeys]:
     """Arrays whose rows lie as in memory, in the order in which a walk from the end counts rows."""
     return (
         jnp.flip(gates, 2),

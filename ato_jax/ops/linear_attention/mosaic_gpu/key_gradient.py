@@ -110,13 +110,13 @@ from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_units import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
-from ato_jax.ops.linear_attention.scans import flows
+from ato_jax.ops.linear_attention.scans import flow_places
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 def key_gradient(
     spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
-) -> tuple[jax.Array, jax.Array, flows.OfKeys | None]:
+) -> tuple[jax.Array, jax.Array, flow_places.OfKeys | None]:
     """dk and dv; with a decay, what its gradient needs."""
     k, v, gates = arrays.k, arrays.v, arrays.gates
     of_heads = value_blocks.shape_of_heads(spec, k)
@@ -125,7 +125,7 @@ def key_gradient(
     rest = None
     if gates is not None:
         rows = jax.ShapeDtypeStruct(gates.shape, F32)
-        of_edges = spec.B, spec.G, flows.places(spec, deal)
+        of_edges = spec.B, spec.G, flow_places.places(spec, deal)
         edges = [
             jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), k.dtype),
             jax.ShapeDtypeStruct((*of_edges, spec.F), F32),
@@ -145,10 +145,10 @@ def key_gradient(
     inside, adds, *edges = found
     if splits_states(spec):
         rounded, rest = (part.astype(F32) for part in edges)
-        return dk, dv, flows.OfKeys(adds, inside, rounded + rest)
+        return dk, dv, flow_places.OfKeys(adds, inside, rounded + rest)
     if mosaic.has_units(k.dtype):
         edges[0] = edges[0].astype(F32) * edges.pop()[..., None]
-    return dk, dv, flows.OfKeys(adds, inside, *edges)
+    return dk, dv, flow_places.OfKeys(adds, inside, *edges)
 
 
 def _program(
@@ -461,12 +461,12 @@ def leave_sums(walk: Walk, item: Item, sums: Any, to_start: list[Any]) -> None:
 
 
 def keep_sums(walk: Walk, item: Item, chunk: Any) -> None:
-    """Stores R and u behind the chunk, if it is one ahead of those that `flows` knows."""
+    """Stores R and u behind the chunk, if it is one ahead of those with a place."""
     number = item.chunks - 1 - chunk
 
-    @pl.when((chunk == 0) | flows.is_kept(walk.spec, number + 1))
+    @pl.when((chunk == 0) | flow_places.is_kept(walk.spec, number + 1))
     def _() -> None:
-        place = flows.place(walk.spec, walk.deal, item, number)
+        place = flow_places.place(walk.spec, walk.deal, item, number)
         left = walk.own.r, walk.own.u, *([walk.own.r_rows] if walk.has_units else [])
         for own, ref in zip(left, walk.flows[2:], strict=True):
             of_heads = walk.tiling.by_heads(own)

@@ -107,13 +107,13 @@ from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient_storage import (
     Walk,
     scratch_of,
 )
-from ato_jax.ops.linear_attention.scans import flows
+from ato_jax.ops.linear_attention.scans import flow_places
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 def query_gradient(
     spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, flows.OfQueries | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, flow_places.OfQueries | None]:
     """dq; inverse and e [B, H, T up to a whole chunk], float32, those of `arrays` where they are
     given; in float16 the largest features, as `Left` has them; with a decay, what its gradient
     needs."""
@@ -132,7 +132,7 @@ def query_gradient(
         halves = jax.ShapeDtypeStruct((2 // walk.heads, *rows.shape), F32)
         types = types._replace(largest=halves)
     if walk.gated:
-        of_edges = spec.B, spec.G, flows.places(spec, deal)
+        of_edges = spec.B, spec.G, flow_places.places(spec, deal)
         types = types._replace(flows=jax.ShapeDtypeStruct((2 // walk.heads, *rows.shape), F32))
         if walk.leaves_state:
             of_kv = jax.ShapeDtypeStruct((*of_edges, spec.V, spec.F), arrays.q.dtype)
@@ -162,7 +162,7 @@ def query_gradient(
     kv = left.kv
     if left.kv_units is not None:
         kv = kv.astype(F32) * left.kv_units[..., None, :]
-    return left.dq, inverse, e, left.largest, flows.OfQueries(left.flows, kv, left.k_sum)
+    return left.dq, inverse, e, left.largest, flow_places.OfQueries(left.flows, kv, left.k_sum)
 
 
 def _body(walk: Walk, inputs: Sequence[str], outputs: Sequence[str]) -> mosaic.Body:
@@ -358,7 +358,7 @@ def multiply_chunk(walk: Walk, item: Item, half: Any, head: Any, number: Any, ca
     plgpu.barrier_arrive(own.k_free.at[chunk.k_slot])
     if walk.leaves_state:
 
-        @pl.when(flows.is_kept(walk.spec, number))
+        @pl.when(flow_places.is_kept(walk.spec, number))
         def _() -> None:  # S and z, ahead of what replaces them
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -408,14 +408,14 @@ def keep_state(walk: Walk, chunk: Chunk) -> None:
     """The state ahead of the chunk, if it is kept; once for a group of heads."""
     own, left, group_size = walk.own, walk.left, walk.group_size
     item, half, head = chunk.item, chunk.half, chunk.head
-    kept = flows.is_kept(walk.spec, chunk.number)
+    kept = flow_places.is_kept(walk.spec, chunk.number)
     if group_size > 1:
         kept &= lax.rem(head, group_size) == 0
 
     @pl.when(kept)
     def _() -> None:
         of_state = head if group_size == 1 else lax.div(head, group_size)
-        at = item.batch, of_state, flows.place(walk.spec, walk.deal, item, chunk.number)
+        at = item.batch, of_state, flow_places.place(walk.spec, walk.deal, item, chunk.number)
         columns = walk.tiling.columns_of(half)
         plgpu.copy_smem_to_gmem(own.s.at[half], left.kv.at[(*at, slice(None), columns)])
         if left.kv_units is not None:

@@ -40,11 +40,10 @@ running sums over whole pieces are XLA's.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -52,78 +51,22 @@ from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY
-from ato_jax.ops.linear_attention.scans.chunks import C, Cut, OfPiece, is_steep
+from ato_jax.ops.linear_attention.scans import flows_by_xla
+from ato_jax.ops.linear_attention.scans.chunks import C, Cut, is_steep
 from ato_jax.ops.linear_attention.scans.edges import of_head
+from ato_jax.ops.linear_attention.scans.flow_places import (
+    Known,
+    OfKeys,
+    OfQueries,
+    chunk_of,
+    place_before,
+    places,
+    spacing,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# By the decay: Y is known ahead of each chunk of a piece whose number this divides; powers of two.
-# A stored state is as large as a chunk's q and k. By emulation of a decay of -0.3 per head, with
-# T = 4,224 and D = 64, in eight draws: the root mean square of the errors is 2.6e-2 of that of the
-# gradients at 32, 7.6e-3 at 8, 3.5e-3 at 4 and 1.8e-3 at 2; of steps it is at most 1.2e-3 at 32.
-SPACING = {"step": 32, "head": 4}
 # A program multiplies so many numbers of a state at once; a tile of steps has so many heads.
 NUMBERS, MOST_HEADS, WARPS, KNOWN_WARPS = 8192, 16, 4, 8
-
-
-class OfQueries(NamedTuple):
-    flows: jax.Array  # one or two parts of R_i, [1 or 2, B, H, T up to a whole chunk]
-    # S ahead of the chunks where Y is known, [B, H, places, V, F] bfloat16, in float16 calls
-    # float32; None where states are multiplied in two parts.
-    kv: jax.Array | None = None
-    k_sum: jax.Array | None = None  # z there, [B, H, places, F] float32
-
-
-class OfKeys(NamedTuple):
-    flows: jax.Array  # A_j, [B, H, T up to a whole chunk]
-    inside: jax.Array  # I(t), [B, H, T up to a whole chunk]
-    # dS behind the chunks before those, [B, H, places, V, F] as S; where states are multiplied in
-    # two parts, at the start of each piece, [B, H, P, V, F] float32.
-    kv: jax.Array
-    k_sum: jax.Array | None = None  # dz there, [B, H, places, F] float32
-
-
-class Known(NamedTuple):
-    """The results of the first pass, in float32."""
-
-    crossing: jax.Array  # Y, [B, H, places]
-    before: jax.Array  # sums of A - R from the place before a chunk up to it, [B, H, chunks]
-    between: jax.Array  # sums of A - R from each place to the next, [B, H, places]
-
-
-def spacing(spec: LinearAttentionSpec) -> int:
-    assert spec.decay is not None
-    return SPACING[spec.decay]
-
-
-def is_kept(spec: LinearAttentionSpec, chunk: Any) -> Any:
-    """Whether the kernels leave their states at this chunk of a piece."""
-    return lax.rem(chunk, spacing(spec)) == 0
-
-
-def _places_of_piece(spec: LinearAttentionSpec, deal: Cut) -> int:
-    return int(pl.cdiv(deal.rows // C, spacing(spec)))
-
-
-def places(spec: LinearAttentionSpec, deal: Cut) -> int:
-    """How many places there are for states; the last piece may leave some of its own unused."""
-    return deal.pieces * _places_of_piece(spec, deal)
-
-
-def place(spec: LinearAttentionSpec, deal: Cut, item: OfPiece, chunk: Any) -> Any:
-    """The place of a chunk whose states are kept."""
-    return item.piece * _places_of_piece(spec, deal) + lax.div(chunk, spacing(spec))
-
-
-def _chunk_of(spec: LinearAttentionSpec, deal: Cut, place: Any) -> Any:
-    """The chunk at a place, numbered through all pieces."""
-    of_piece = _places_of_piece(spec, deal)
-    return place // of_piece * (deal.rows // C) + place % of_piece * spacing(spec)
-
-
-def _place_before(spec: LinearAttentionSpec, deal: Cut, chunk: Any) -> Any:
-    """The last place up to a chunk."""
-    chunks = deal.rows // C
-    return chunk // chunks * _places_of_piece(spec, deal) + chunk % chunks // spacing(spec)
 
 
 def decay_flows(
@@ -144,8 +87,8 @@ def decay_flows(
       decay: a decay per step as it was given, [B, T, H] or [B, H, T].
     """
     if launch.no_triton is not None:
-        known = _known_by_xla(spec, deal, gates, queries, keys, of_start)
-        return _of_steps_by_xla(spec, deal, gates, queries, keys, known, decay)
+        known = flows_by_xla.known(spec, deal, gates, queries, keys, of_start)
+        return flows_by_xla.of_steps(spec, deal, gates, queries, keys, known, decay)
     known = _known(spec, deal, gates, queries, keys, of_start)
     return _of_steps(spec, deal, gates, queries, keys, known, decay)
 
@@ -174,7 +117,7 @@ def decay_flows_in_pieces(
     before = jnp.cumsum(of_chunks, axis=3) - of_chunks
     crossing = jnp.sum(starts.astype(jnp.float32) * keys.kv, axis=(3, 4))[..., None] + before
     crossing = crossing.reshape(B, H, -1)[:, :, : length // C]
-    return _of_chunks_by_xla(spec, gates, queries, keys, crossing, decay)
+    return flows_by_xla.of_chunks(spec, gates, queries, keys, crossing, decay)
 
 
 def _known(
@@ -197,7 +140,7 @@ def _known(
         z_ref, dz_ref = (given.pop(0), given.pop(0)) if queries.k_sum is not None else (None, None)
         start_ref = given.pop(0) if of_start is not None else None
         number = pl.program_id(0)
-        first = _chunk_of(spec, deal, number)
+        first = chunk_of(spec, deal, number)
 
         def product(left_ref: Any, right_ref: Any, factors: tuple[Any, Any]) -> jax.Array:
             """The product of what queries left here and keys at the place before, times a factor
@@ -237,7 +180,7 @@ def _known(
             plgpu.store(crossing_ref.at[number], found)
 
         chunk = first + jnp.arange(spacing(spec), dtype=jnp.int32)
-        exist = (_place_before(spec, deal, chunk) == number) & (chunk < count)
+        exist = (place_before(spec, deal, chunk) == number) & (chunk < count)
         rows = chunk[:, None] * C + jnp.arange(C, dtype=jnp.int32)[None, :]
 
         def load(ref: Any, *part: Any) -> jax.Array:
@@ -319,8 +262,8 @@ def _of_steps(
         for part in range(1, parts):
             reads += of_rows(reads_ref, jnp.int32(part))
         passing = of_rows(adds_ref) - reads
-        here = _place_before(spec, deal, chunk)
-        low, high = _chunk_of(spec, deal, here), _chunk_of(spec, deal, here + 1)
+        here = place_before(spec, deal, chunk)
+        low, high = chunk_of(spec, deal, here), chunk_of(spec, deal, here + 1)
         is_known = high < count
         start, before = of_heads(crossing_ref, here), of_heads(before_ref, chunk)
         # Nothing crosses the end, unless a state is returned.
@@ -358,102 +301,3 @@ def _of_steps(
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         name="linear_attention_flows",
     )(gates, queries.flows, keys.flows, keys.inside, *known, *([] if decay is None else [decay]))
-
-
-def _known_by_xla(
-    spec: LinearAttentionSpec,
-    deal: Cut,
-    gates: jax.Array,
-    queries: OfQueries,
-    keys: OfKeys,
-    of_start: jax.Array | None,
-) -> Known:
-    assert queries.kv is not None and keys.k_sum is not None
-    _, B, H, length = queries.flows.shape
-    count, in_piece, of_piece = length // C, deal.rows // C, _places_of_piece(spec, deal)
-    of_place = spacing(spec)
-    first = _chunk_of(spec, deal, np.arange(places(spec, deal)))  # of each place
-    inner = np.minimum(first, count - 1)[1:]  # where there is a chunk, else never read
-    rows = gates.reshape(B, H, count, C)
-    middle, last = rows[..., C // 2 - 1], rows[..., C - 1]
-    steep = is_steep(spec, middle, last)
-    # S is stored as decayed to the middle of the chunk behind, dS to that of the chunk ahead.
-    of_s = jnp.exp2(jnp.where(steep, 0.0, -middle))[:, :, inner]
-    of_ds = jnp.exp2(jnp.where(steep, 0.0, middle - last))[:, :, inner - 1]
-
-    def product(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
-        """The product of what queries left at each place but the first, and keys at the place
-        before."""
-        shape = B, H, len(first), -1
-        left = of_queries.reshape(shape)[:, :, 1:].astype(jnp.float32) * of_s[..., None]
-        right = of_keys.reshape(shape)[:, :, :-1].astype(jnp.float32) * of_ds[..., None]
-        return jnp.sum(left * right, axis=3)
-
-    crossing = product(queries.kv, keys.kv)
-    if queries.k_sum is not None:
-        crossing += product(queries.k_sum, keys.k_sum)
-    start = jnp.zeros((B, H), jnp.float32) if of_start is None else of_start
-    crossing = jnp.concatenate([start[..., None], crossing], axis=2)
-
-    passing = (keys.flows - jnp.sum(queries.flows, axis=0)).reshape(B, H, count, C)
-    of_chunks = jnp.sum(passing, axis=3)
-    missing = deal.pieces * in_piece - count
-    of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
-    of_chunks = of_chunks.reshape(B, H, deal.pieces, in_piece)
-    whole_places = ((0, 0), (0, 0), (0, 0), (0, of_piece * of_place - in_piece))
-    of_chunks = jnp.pad(of_chunks, whole_places).reshape(B, H, deal.pieces, of_piece, of_place)
-    before = (jnp.cumsum(of_chunks, axis=4) - of_chunks).reshape(B, H, deal.pieces, -1)
-    before = before[..., :in_piece].reshape(B, H, -1)[:, :, :count]
-    return Known(crossing, before, jnp.sum(of_chunks, axis=4).reshape(B, H, -1))
-
-
-def _of_steps_by_xla(
-    spec: LinearAttentionSpec,
-    deal: Cut,
-    gates: jax.Array,
-    queries: OfQueries,
-    keys: OfKeys,
-    known: Known,
-    decay: jax.Array | None,
-) -> jax.Array:
-    count = queries.flows.shape[3] // C
-    chunk = np.arange(count)
-    here = _place_before(spec, deal, chunk)
-    low, high = _chunk_of(spec, deal, here), _chunk_of(spec, deal, here + 1)
-    is_known = high < count
-    start = known.crossing[:, :, here]
-    # Nothing crosses the end, unless a state is returned.
-    next_place = np.minimum(here + 1, known.crossing.shape[2] - 1)
-    exact = jnp.where(is_known, known.crossing[:, :, next_place], 0.0)
-    missed = exact - start - known.between[:, :, here]
-    if spec.return_state:
-        missed = jnp.where(is_known, missed, 0.0)
-    share = ((chunk - low) / (np.minimum(high, count) - low)).astype(np.float32)
-    crossing = start + known.before + missed * share
-    return _of_chunks_by_xla(spec, gates, queries, keys, crossing, decay)
-
-
-def _of_chunks_by_xla(
-    spec: LinearAttentionSpec,
-    gates: jax.Array,
-    queries: OfQueries,
-    keys: OfKeys,
-    crossing: jax.Array,
-    decay: jax.Array | None,
-) -> jax.Array:
-    """The gradient, from Y at the start of each chunk, [B, H, chunks]."""
-    _, B, H, length = queries.flows.shape
-    count = length // C
-    reads = jnp.sum(queries.flows, axis=0).reshape(B, H, count, C)
-    passing = keys.flows.reshape(B, H, count, C) - reads
-    # A steep chunk leaves nothing of its start at its end, while Y has the error of its parts.
-    rows = gates.reshape(B, H, count, C)
-    steep = is_steep(spec, rows[..., C // 2 - 1], rows[..., C - 1])
-    crossing = jnp.where(steep, jnp.sum(reads, axis=3), crossing)
-    found = jnp.cumsum(passing, axis=3) - passing + keys.inside.reshape(B, H, count, C)
-    found = (found + crossing[..., None]).reshape(B, H, length)[:, :, : spec.T]
-    if decay is None:
-        found = jnp.pad(found, ((0, 0), (0, 0), (0, length - spec.T)))
-        return jnp.sum(found.reshape(B, H, count, C), axis=3)
-    found = found if spec.layout == "bhtd" else jnp.swapaxes(found, 1, 2)
-    return jnp.where(decay < LEAST_DECAY, 0.0, found)
