@@ -31,6 +31,8 @@ SEGMENTS = {
     "one": (200,),
     "late": (130, 10, 1, 59),
 }
+# The error of the decays' gradient over one segment, beside its norm.
+SEGMENT_BUDGET = 5e-3
 
 
 def ids_of(*names: str, length: int = 200) -> jax.Array:
@@ -116,6 +118,52 @@ def test_segments_beside_a_decay(
         begins = np.diff(options["segment_ids"], axis=1, prepend=0 if given else -1) != 0
         of_steps = found["ddecay"] if layout == "bthd" else jnp.swapaxes(found["ddecay"], 1, 2)
         assert begins.any() and not np.any(np.asarray(of_steps)[begins])
+
+
+@newest
+@pytest.mark.parametrize(
+    "D, H, G, layout, decay, given, options",
+    [
+        (128, 1, 1, "bthd", "step", False, {}),
+        (64, 2, 2, "bhtd", "first piece", True, {}),
+        (64, 4, 2, "bthd", "head", False, {}),
+        (128, 1, 1, "bthd", "step", False, {"feature_map": "silu", "normalize": False}),
+    ],
+)
+def test_decays_of_unequal_segments(
+    D: int, H: int, G: int, layout: str, decay: str, given: bool, options: dict[str, Any]
+) -> None:
+    """The gradient of each segment's decays is right beside its own norm, where cotangents of some
+    segments are a thousandth of others'. Where they are 0 it is exactly 0."""
+    ids = np.repeat(np.arange(5), (90, 50, 30, 40, 40))
+    scales = jnp.array([1.0, 1e-3, 1.0, 0.0, 1e-3])[ids]
+    T = len(ids)
+    steps = decay_of("step" if "piece" in decay else decay, 1, T, G, layout)
+    if decay == "head":
+        steps = jnp.broadcast_to(steps, (1, T, G))
+    if decay == "first piece":  # which has a steep chunk then
+        steps = jnp.where(jnp.arange(T) < 128, 20 * steps, steps)
+    options = options_of(1, G, layout, given, D) | {"segment_ids": jnp.asarray(ids)[None]} | options
+    options |= {"return_state": False, "causal": True, "decay": steps}
+    arrays = draw(1, T, H, G, layout, D=D)
+    g = numerics.draw_cotangents(OP, numerics.prepare(OP, *arrays, **options)[0])
+    of_rows = scales[:, None, None] if layout == "bthd" else scales[:, None]
+    g = g._replace(out=(g.out * of_rows).astype(g.out.dtype))
+    wanted = numerics.oracle(OP, *arrays, cotangents=g, **options)
+    configs = dict.fromkeys(("forward_config", "backward_config"), SMALL)
+    with ato_jax.interpret():
+        found = numerics.run_backends(
+            "mosaic_gpu", "mosaic_gpu", wanted, device=channel.GPU, **configs
+        )
+    time = 1 if layout == "bthd" else 2
+    found, exact = (
+        np.moveaxis(np.asarray(x["ddecay"], np.float64), time, 0) for x in (found, wanted.exact)
+    )
+    for run in range(5):
+        error = np.linalg.norm(found[ids == run] - exact[ids == run])
+        norm = np.linalg.norm(exact[ids == run])
+        assert error <= SEGMENT_BUDGET * norm, (run, error, norm)
+        assert (norm == 0) == (run == 3)
 
 
 @newest

@@ -43,7 +43,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums, units
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import flow_places, flows
-from ato_jax.ops.linear_attention.scans.borders import OfSequence, of_sequence
+from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence, of_sequence
 from ato_jax.ops.linear_attention.scans.edges import Edges, at_edges, join_pieces
 from ato_jax.ops.linear_attention.scans.gates import OfPieces, of_pieces
 from ato_jax.ops.linear_attention.spec import (
@@ -55,7 +55,6 @@ from ato_jax.ops.linear_attention.spec import (
 )
 
 State = tuple[jax.Array, jax.Array]
-NO_BORDERS = OfSequence()
 # The gradients by another backend.
 Fallback = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
 
@@ -363,13 +362,12 @@ def gradients(
         if deal.end is not None:
             gates, of_queries, of_keys = _turned(gates, of_queries, of_keys)
             spec = dataclasses.replace(spec, T=deal.end, S=deal.end)
+        flows_of = spec, deal, gates, of_queries, of_keys
         if splits_states(spec):
             starts = s[:, :, : deal.pieces]
-            d_decay = flows.decay_flows_in_pieces(
-                spec, deal, gates, of_queries, of_keys, starts, decay
-            )
+            d_decay = flows.decay_flows_in_pieces(*flows_of, starts, decay, borders)
         else:
-            d_decay = flows.decay_flows(spec, deal, gates, of_queries, of_keys, of_start, decay)
+            d_decay = flows.decay_flows(*flows_of, of_start, decay, borders)
     of_initial = behind.end
     if k_powers is not None:
         of_initial = powers.times(of_initial, k_powers)

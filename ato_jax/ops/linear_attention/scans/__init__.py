@@ -13,6 +13,6 @@ cannot lower to Triton. Hopper's Mosaic kernels read and write what these passes
 
 `returned` is a pass over k, v and their gradients, which Triton's kernels have, too.
 
-`chunks.py` says how they cut a sequence, and `flow_places.py` and `flows_by_xla.py`
+`chunks.py` says how they cut a sequence, and `flow_places.py`, `flows_by_xla.py` and `restarts.py`
 are parts of `flows`. Nothing here imports a backend.
 """

@@ -48,6 +48,9 @@ class OfSequence(NamedTuple):
     keeps: jax.Array | None = None
 
 
+NO_BORDERS = OfSequence()
+
+
 def of_sequence(spec: LinearAttentionSpec, deal: Cut, runs: jax.Array | None) -> OfSequence:
     """`runs`: the number of each row's segment, [B, T] int32, which never falls."""
     if runs is None:

@@ -44,9 +44,12 @@ class Known(NamedTuple):
     """The results of the first pass, in float32."""
 
     crossing: jax.Array  # Y, [B, H, places]
-    # Sums of A - R from the place before a chunk up to it, [B, H, chunks].
+    # Sums of A - R from the place before a chunk up to it, [B, H, chunks]; beside segments from the
+    # last border ahead of the chunk, where that is behind the place.
     before: jax.Array
-    between: jax.Array  # sums of A - R from each place to the next, [B, H, places]
+    # Sums of A - R from each place to the next, [B, H, places]; beside segments from the same row
+    # as `before` to a chunk's first border, or to its end if it has none, [B, H, chunks].
+    between: jax.Array
 
 
 def spacing(spec: LinearAttentionSpec) -> int:

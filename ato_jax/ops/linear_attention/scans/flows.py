@@ -34,6 +34,11 @@ each state in two parts, rounded and what that leaves off, so that R and A have 
 up, and Y is the running sum over a whole piece (`decay_flows_in_pieces`). It begins with S as the
 walk over queries was given it there and dS as the walk over keys left it, of which R and A are.
 
+Beside segments the sums restart at each border, where F is 0 (`restarts.py`): a row whose segment
+begins in its chunk takes neither Y nor earlier rows, and Y is a running sum from the last border or
+the last place where it is known, whichever is later. So a segment's gradient has no rounding error
+of another segment, and is exactly 0 at its first row.
+
 Both passes are kernels that Pallas lowers to Triton, or XLA where JAX cannot lower to Triton. The
 running sums over whole pieces are XLA's.
 """
@@ -51,7 +56,8 @@ from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY
-from ato_jax.ops.linear_attention.scans import flows_by_xla
+from ato_jax.ops.linear_attention.scans import flows_by_xla, restarts
+from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence
 from ato_jax.ops.linear_attention.scans.chunks import C, Cut, is_steep
 from ato_jax.ops.linear_attention.scans.edges import of_head
 from ato_jax.ops.linear_attention.scans.flow_places import (
@@ -67,6 +73,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # A program multiplies so many numbers of a state at once; a tile of steps has so many heads.
 NUMBERS, MOST_HEADS, WARPS, KNOWN_WARPS = 8192, 16, 4, 8
+# Beside segments a tile of steps has fewer heads, because each head's sums take C times C numbers.
+MOST_HEADS_OF_SEGMENTS = 2
 
 
 def decay_flows(
@@ -77,6 +85,7 @@ def decay_flows(
     keys: OfKeys,
     of_start: jax.Array | None,
     decay: jax.Array | None,
+    borders: OfSequence = NO_BORDERS,
 ) -> jax.Array:
     """The gradient of `decay`, an array like it; or where that is None, because the decay is one
     per head, the sums of F over each chunk, [B, H, chunks].
@@ -85,12 +94,13 @@ def decay_flows(
       gates: the prefix sums of the decays, [B, H, T up to a whole chunk].
       of_start: Y at the start of the sequence, [B, H]; None where there is no initial state.
       decay: a decay per step as it was given, [B, T, H] or [B, H, T].
+      borders: of the sequence that `deal` cuts; `NO_BORDERS` without segments.
     """
     if launch.no_triton is not None:
-        known = flows_by_xla.known(spec, deal, gates, queries, keys, of_start)
-        return flows_by_xla.of_steps(spec, deal, gates, queries, keys, known, decay)
-    known = _known(spec, deal, gates, queries, keys, of_start)
-    return _of_steps(spec, deal, gates, queries, keys, known, decay)
+        known = flows_by_xla.known(spec, deal, gates, queries, keys, of_start, borders)
+        return flows_by_xla.of_steps(spec, deal, gates, queries, keys, known, decay, borders)
+    known = _known(spec, deal, gates, queries, keys, of_start, borders)
+    return _of_steps(spec, deal, gates, queries, keys, known, decay, borders)
 
 
 def decay_flows_in_pieces(
@@ -101,6 +111,7 @@ def decay_flows_in_pieces(
     keys: OfKeys,
     starts: jax.Array,
     decay: jax.Array | None,
+    borders: OfSequence = NO_BORDERS,
 ) -> jax.Array:
     """As `decay_flows`, where the kernels multiply states in two parts.
 
@@ -110,14 +121,25 @@ def decay_flows_in_pieces(
     _, B, H, length = queries.flows.shape
     in_piece = deal.rows // C
     passing = (keys.flows - jnp.sum(queries.flows, axis=0)).reshape(B, H, -1, C)
-    of_chunks = jnp.sum(passing, axis=3)
     missing = deal.pieces * in_piece - length // C
-    of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
-    of_chunks = of_chunks.reshape(B, H, deal.pieces, in_piece)
-    before = jnp.cumsum(of_chunks, axis=3) - of_chunks
-    crossing = jnp.sum(starts.astype(jnp.float32) * keys.kv, axis=(3, 4))[..., None] + before
-    crossing = crossing.reshape(B, H, -1)[:, :, : length // C]
-    return flows_by_xla.of_chunks(spec, gates, queries, keys, crossing, decay)
+
+    def in_pieces(of_chunks: jax.Array) -> jax.Array:
+        of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
+        return of_chunks.reshape(*of_chunks.shape[:2], deal.pieces, in_piece)
+
+    at_start = jnp.sum(starts.astype(jnp.float32) * keys.kv, axis=(3, 4))[..., None]
+    if borders.chunks is None:
+        of_chunks = in_pieces(jnp.sum(passing, axis=3))
+        before = jnp.cumsum(of_chunks, axis=3) - of_chunks
+    else:
+        reads, adds = (borders.chunks[:, None, :, one] for one in range(2))
+        _, behind = restarts.at_ends(passing, reads, adds)
+        have_border = in_pieces(reads < C)
+        before = restarts.over_chunks(in_pieces(behind), have_border)
+        begun = jnp.cumsum(have_border, axis=3) - have_border
+        at_start = jnp.where(begun > 0, 0.0, at_start)
+    crossing = (at_start + before).reshape(B, H, -1)[:, :, : length // C]
+    return flows_by_xla.of_chunks(spec, gates, queries, keys, crossing, decay, borders)
 
 
 def _known(
@@ -127,6 +149,7 @@ def _known(
     queries: OfQueries,
     keys: OfKeys,
     of_start: jax.Array | None,
+    borders: OfSequence,
 ) -> Known:
     """The first pass; a program has a place."""
     parts, B, H, length = queries.flows.shape
@@ -137,6 +160,7 @@ def _known(
         gates_ref: Any, reads_ref: Any, adds_ref: Any, s_ref: Any, ds_ref: Any, *refs: Any
     ) -> None:
         *given, crossing_ref, before_ref, between_ref = refs
+        chunks_ref = given.pop() if borders.chunks is not None else None
         z_ref, dz_ref = (given.pop(0), given.pop(0)) if queries.k_sum is not None else (None, None)
         start_ref = given.pop(0) if of_start is not None else None
         number = pl.program_id(0)
@@ -190,6 +214,17 @@ def _known(
         passing = load(adds_ref)
         for part in range(parts):
             passing -= load(reads_ref, jnp.int32(part))
+        if chunks_ref is not None:
+            reads, adds = (
+                # [spacing]
+                plgpu.load(chunks_ref.at[chunk, jnp.int32(one)], mask=exist, other=0)
+                for one in range(2)
+            )
+            ahead, behind = restarts.at_ends(passing, reads, adds)
+            before = restarts.over_chunks(behind, reads < C)
+            plgpu.store(before_ref.at[chunk], before, mask=exist)
+            plgpu.store(between_ref.at[chunk], before + ahead, mask=exist)
+            return
         of_chunks = jnp.sum(passing, axis=1)
         plgpu.store(before_ref.at[chunk], lax.cumsum(of_chunks, axis=0) - of_chunks, mask=exist)
         plgpu.store(between_ref.at[number], jnp.sum(of_chunks))
@@ -206,7 +241,10 @@ def _known(
     if of_start is not None:
         arrays.append(of_start[..., None])
         in_specs.append(of_head(1))
-    sizes = count_of_places, count, count_of_places
+    if borders.chunks is not None:
+        arrays.append(borders.chunks)
+        in_specs.append(pl.BlockSpec((None, count, 2), lambda _, h, b: (b, 0, 0)))
+    sizes = count_of_places, count, count_of_places if borders.chunks is None else count
     found = pallas_call(
         kernel,
         grid=(count_of_places, H, B),
@@ -227,11 +265,13 @@ def _of_steps(
     keys: OfKeys,
     known: Known,
     decay: jax.Array | None,
+    borders: OfSequence,
 ) -> jax.Array:
     """The second pass; a program has a chunk of some heads."""
     parts, B, H, length = queries.flows.shape
     count = length // C
-    heads = min(MOST_HEADS, pl.next_power_of_2(H))
+    is_cut = borders.chunks is not None
+    heads = min(MOST_HEADS_OF_SEGMENTS if is_cut else MOST_HEADS, pl.next_power_of_2(H))
     blocks = pl.cdiv(H, heads)
 
     def kernel(
@@ -244,7 +284,8 @@ def _of_steps(
         between_ref: Any,
         *refs: Any,
     ) -> None:
-        *decay_refs, flows_ref = refs
+        *given, flows_ref = refs
+        begins_ref, chunks_ref = (given.pop(0), given.pop(0)) if is_cut else (None, None)
         chunk, of_batch = pl.program_id(0) % count, pl.program_id(0) // count
         batch = of_batch // blocks
         head = of_batch % blocks * heads + jnp.arange(heads, dtype=jnp.int32)
@@ -268,10 +309,20 @@ def _of_steps(
         start, before = of_heads(crossing_ref, here), of_heads(before_ref, chunk)
         # Nothing crosses the end, unless a state is returned.
         exact = of_heads(crossing_ref, here + 1, is_known)
-        missed = exact - start - of_heads(between_ref, here)
+        first, end, of_between = low, jnp.minimum(high, count), here
+        if chunks_ref is not None:
+            number = low + jnp.arange(spacing(spec), dtype=jnp.int32)
+            of_chunks = chunks_ref.at[batch, number, jnp.int32(0)]
+            reads_of = plgpu.load(of_chunks, mask=number < end, other=C)  # [spacing]
+            stretch = restarts.stretch_of(chunk, low, end, number, reads_of < C)
+            start = jnp.where(stretch.from_border, 0.0, start)
+            exact = jnp.where(stretch.to_border, 0.0, exact)
+            is_known |= stretch.to_border
+            first, end, of_between = stretch.first, stretch.last + 1, stretch.last
+        missed = exact - start - of_heads(between_ref, of_between)
         if spec.return_state:
             missed = jnp.where(is_known, missed, 0.0)
-        done, all_of_them = chunk - low, jnp.minimum(high, count) - low
+        done, all_of_them = chunk - first, end - first
         share = done.astype(jnp.float32) / all_of_them.astype(jnp.float32)
         crossing = start + before + missed * share
         # A steep chunk leaves nothing of its start at its end, while Y has the error of its parts.
@@ -281,23 +332,32 @@ def _of_steps(
             for row in (C // 2 - 1, C - 1)
         )
         crossing = jnp.where(is_steep(spec, middle, last), jnp.sum(reads, axis=1), crossing)
-        found = lax.cumsum(passing, axis=1) - passing + of_rows(inside_ref) + crossing[:, None]
+        if begins_ref is not None and chunks_ref is not None:
+            begins = plgpu.load(begins_ref.at[batch, rows])  # [C]
+            reads_of = plgpu.load(chunks_ref.at[batch, chunk, jnp.int32(0)])
+            is_ahead = jnp.arange(C, dtype=jnp.int32) < reads_of  # of the chunk's first border
+            found = restarts.in_chunk(passing, begins) + of_rows(inside_ref)
+            found += jnp.where(is_ahead[None, :], crossing[:, None], 0.0)
+        else:
+            found = lax.cumsum(passing, axis=1) - passing + of_rows(inside_ref) + crossing[:, None]
         exist &= (rows < spec.T)[None, :]
         if decay is None:
             of_chunk = jnp.sum(jnp.where(exist, found, 0.0), axis=1)
             plgpu.store(flows_ref.at[batch, head, chunk], of_chunk, mask=head < H)
             return
         of_decay = at[1:] if spec.layout == "bhtd" else at[:0:-1]
-        (decay_ref,) = decay_refs
-        given = plgpu.load(decay_ref.at[(batch, *of_decay)], mask=exist, other=0.0)  # [heads, C]
-        found = jnp.where(given < LEAST_DECAY, 0.0, found)
+        (decay_ref,) = given
+        own = plgpu.load(decay_ref.at[(batch, *of_decay)], mask=exist, other=0.0)  # [heads, C]
+        found = jnp.where(own < LEAST_DECAY, 0.0, found)
         plgpu.store(flows_ref.at[(batch, *of_decay)], found, mask=exist)
 
     shape = (B, H, count) if decay is None else decay.shape
+    given = [borders.begins, borders.chunks] if is_cut else []
+    given += [] if decay is None else [decay]
     return pallas_call(
         kernel,
         grid=(count * blocks * B,),
         out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         name="linear_attention_flows",
-    )(gates, queries.flows, keys.flows, keys.inside, *known, *([] if decay is None else [decay]))
+    )(gates, queries.flows, keys.flows, keys.inside, *known, *given)

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY
+from ato_jax.ops.linear_attention.scans import restarts
+from ato_jax.ops.linear_attention.scans.borders import OfSequence
 from ato_jax.ops.linear_attention.scans.chunks import C, Cut, is_steep
 from ato_jax.ops.linear_attention.scans.flow_places import (
     Known,
@@ -31,6 +35,7 @@ def known(
     queries: OfQueries,
     keys: OfKeys,
     of_start: jax.Array | None,
+    borders: OfSequence,
 ) -> Known:
     assert queries.kv is not None and keys.k_sum is not None
     _, B, H, length = queries.flows.shape
@@ -60,14 +65,26 @@ def known(
     crossing = jnp.concatenate([start[..., None], crossing], axis=2)
 
     passing = (keys.flows - jnp.sum(queries.flows, axis=0)).reshape(B, H, count, C)
-    of_chunks = jnp.sum(passing, axis=3)
     missing = deal.pieces * in_piece - count
-    of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
-    of_chunks = of_chunks.reshape(B, H, deal.pieces, in_piece)
     whole_places = ((0, 0), (0, 0), (0, 0), (0, of_piece * of_place - in_piece))
-    of_chunks = jnp.pad(of_chunks, whole_places).reshape(B, H, deal.pieces, of_piece, of_place)
-    before = (jnp.cumsum(of_chunks, axis=4) - of_chunks).reshape(B, H, deal.pieces, -1)
-    before = before[..., :in_piece].reshape(B, H, -1)[:, :, :count]
+
+    def in_places(of_chunks: jax.Array) -> jax.Array:
+        of_chunks = jnp.pad(of_chunks, ((0, 0), (0, 0), (0, missing)))
+        of_chunks = of_chunks.reshape(*of_chunks.shape[:2], deal.pieces, in_piece)
+        of_chunks = jnp.pad(of_chunks, whole_places)
+        return of_chunks.reshape(*of_chunks.shape[:3], of_piece, of_place)
+
+    def in_chunks(of_places: jax.Array) -> jax.Array:
+        of_chunks = of_places.reshape(B, H, deal.pieces, -1)[..., :in_piece]
+        return of_chunks.reshape(B, H, -1)[:, :, :count]
+
+    if borders.chunks is not None:
+        reads, adds = (borders.chunks[:, None, :, one] for one in range(2))
+        ahead, behind = restarts.at_ends(passing, reads, adds)
+        before = in_chunks(restarts.over_chunks(in_places(behind), in_places(reads < C)))
+        return Known(crossing, before, before + ahead)
+    of_chunks = in_places(jnp.sum(passing, axis=3))
+    before = in_chunks(jnp.cumsum(of_chunks, axis=4) - of_chunks)
     return Known(crossing, before, jnp.sum(of_chunks, axis=4).reshape(B, H, -1))
 
 
@@ -79,22 +96,41 @@ def of_steps(
     keys: OfKeys,
     known: Known,
     decay: jax.Array | None,
+    borders: OfSequence,
 ) -> jax.Array:
     count = queries.flows.shape[3] // C
     chunk = np.arange(count)
     here = place_before(spec, deal, chunk)
     low, high = chunk_of(spec, deal, here), chunk_of(spec, deal, here + 1)
-    is_known = high < count
+    is_known: Any = high < count
     start = known.crossing[:, :, here]
     # Nothing crosses the end, unless a state is returned.
     next_place = np.minimum(here + 1, known.crossing.shape[2] - 1)
     exact = jnp.where(is_known, known.crossing[:, :, next_place], 0.0)
-    missed = exact - start - known.between[:, :, here]
+    end = np.minimum(high, count)
+    if borders.chunks is None:
+        between = known.between[:, :, here]
+        share = ((chunk - low) / (end - low)).astype(np.float32)
+    else:
+        number = low[:, None] + np.arange(spacing(spec))  # [chunks, spacing]
+        have_border = (borders.chunks[:, np.minimum(number, count - 1), 0] < C) & (
+            number < end[:, None]
+        )
+        stretch = restarts.stretch_of(chunk, low, end, number.astype(np.int32), have_border)
+        from_border, to_border, last = (
+            x[:, None] for x in (stretch.from_border, stretch.to_border, stretch.last)
+        )
+        start = jnp.where(from_border, 0.0, start)
+        exact = jnp.where(to_border, 0.0, exact)
+        is_known = is_known | to_border
+        between = jnp.take_along_axis(known.between, last, axis=2)
+        share = (chunk - stretch.first) / (stretch.last + 1 - stretch.first)
+        share = share.astype(jnp.float32)[:, None]
+    missed = exact - start - between
     if spec.return_state:
         missed = jnp.where(is_known, missed, 0.0)
-    share = ((chunk - low) / (np.minimum(high, count) - low)).astype(np.float32)
     crossing = start + known.before + missed * share
-    return of_chunks(spec, gates, queries, keys, crossing, decay)
+    return of_chunks(spec, gates, queries, keys, crossing, decay, borders)
 
 
 def of_chunks(
@@ -104,6 +140,7 @@ def of_chunks(
     keys: OfKeys,
     crossing: jax.Array,
     decay: jax.Array | None,
+    borders: OfSequence,
 ) -> jax.Array:
     """The gradient, from Y at the start of each chunk, [B, H, chunks]."""
     _, B, H, length = queries.flows.shape
@@ -114,8 +151,15 @@ def of_chunks(
     rows = gates.reshape(B, H, count, C)
     steep = is_steep(spec, rows[..., C // 2 - 1], rows[..., C - 1])
     crossing = jnp.where(steep, jnp.sum(reads, axis=3), crossing)
-    found = jnp.cumsum(passing, axis=3) - passing + keys.inside.reshape(B, H, count, C)
-    found = (found + crossing[..., None]).reshape(B, H, length)[:, :, : spec.T]
+    inside, crossing = keys.inside.reshape(B, H, count, C), crossing[..., None]
+    if borders.begins is None or borders.chunks is None:
+        found = jnp.cumsum(passing, axis=3) - passing + inside
+    else:
+        begins = borders.begins.reshape(B, 1, count, C)
+        found = restarts.in_chunk(passing, begins) + inside
+        is_ahead = np.arange(C) < borders.chunks[:, None, :, :1]  # of a chunk's first border
+        crossing = jnp.where(is_ahead, crossing, 0.0)
+    found = (found + crossing).reshape(B, H, length)[:, :, : spec.T]
     if decay is None:
         found = jnp.pad(found, ((0, 0), (0, 0), (0, length - spec.T)))
         return jnp.sum(found.reshape(B, H, count, C), axis=3)
