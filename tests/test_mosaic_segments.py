@@ -3,6 +3,7 @@ between and within chunks and pieces."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -18,6 +19,7 @@ from test_mosaic_lengths import decay_of, poisoned
 import ato_jax
 from ato_jax import launch, mosaic
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import steps as decay_steps
 from ato_jax.ops.linear_attention.scans import borders
 from tests import aot, numerics
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -127,20 +129,30 @@ def test_segments_beside_a_decay(
         (128, 1, 1, "bthd", "step", False, {}),
         (64, 2, 2, "bhtd", "first piece", True, {}),
         (64, 4, 2, "bthd", "head", False, {}),
-        (128, 1, 1, "bthd", "step", False, {"feature_map": "silu", "normalize": False}),
+        (128, 1, 1, "bthd", "head", False, {"feature_map": "silu", "normalize": False}),
+        (64, 2, 2, "bthd", "head", False, {"feature_map": "silu", "normalize": False}),
     ],
 )
 def test_decays_of_unequal_segments(
-    D: int, H: int, G: int, layout: str, decay: str, given: bool, options: dict[str, Any]
+    D: int,
+    H: int,
+    G: int,
+    layout: str,
+    decay: str,
+    given: bool,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The gradient of each segment's decays is right beside its own norm, where cotangents of some
-    segments are a thousandth of others'. Where they are 0 it is exactly 0."""
+    segments are a thousandth of others'. Where they are 0 it is exactly 0. That of a decay per head
+    is taken before it is summed over steps."""
     ids = np.repeat(np.arange(5), (90, 50, 30, 40, 40))
     scales = jnp.array([1.0, 1e-3, 1.0, 0.0, 1e-3])[ids]
     T = len(ids)
-    steps = decay_of("step" if "piece" in decay else decay, 1, T, G, layout)
+    of_heads = decay_of("head", 1, T, G, layout)
+    steps = decay_of("step", 1, T, G, layout)
     if decay == "head":
-        steps = jnp.broadcast_to(steps, (1, T, G))
+        steps = jnp.broadcast_to(of_heads, (1, T, G))
     if decay == "first piece":  # which has a steep chunk then
         steps = jnp.where(jnp.arange(T) < 128, 20 * steps, steps)
     options = options_of(1, G, layout, given, D) | {"segment_ids": jnp.asarray(ids)[None]} | options
@@ -150,6 +162,12 @@ def test_decays_of_unequal_segments(
     of_rows = scales[:, None, None] if layout == "bthd" else scales[:, None]
     g = g._replace(out=(g.out * of_rows).astype(g.out.dtype))
     wanted = numerics.oracle(OP, *arrays, cotangents=g, **options)
+    if decay == "head":
+        request, _ = numerics.prepare(OP, *arrays, **options | {"decay": of_heads})
+        wanted = dataclasses.replace(wanted, request=request)
+        monkeypatch.setattr(
+            decay_steps, "gradient_of_decay", lambda called, inputs, d_steps: d_steps
+        )
     configs = dict.fromkeys(("forward_config", "backward_config"), SMALL)
     with ato_jax.interpret():
         found = numerics.run_backends(
