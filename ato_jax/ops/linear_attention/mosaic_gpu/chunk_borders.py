@@ -35,7 +35,7 @@ class Borders(NamedTuple):
     """The borders of one chunk, in a kernel; each None in a call without segments."""
 
     rows: Any = None  # `begins` or `ends` in global memory, [C]
-    numbers: Any = None  # `reads` and `adds` there, [2], or both as loaded
+    numbers: Any = None  # `reads` and `adds` there, [2]
     exist: Any = None
 
     def either(self, at_border: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
@@ -55,8 +55,7 @@ class Borders(NamedTuple):
         else:
             pl.when(~self.exist)(do)
 
-    # Loaded where they are used, so that they take no registers meanwhile, unless `of_chunk` has
-    # loaded them at once.
+    # Loaded where they are used, so that they take no registers meanwhile.
     @property
     def reads(self) -> Any:
         return None if self.numbers is None else self.numbers[0]
@@ -83,17 +82,12 @@ class Borders(NamedTuple):
         return mosaic.in_columns(mosaic.load(self.rows, mosaic.OF_ROWS, optimized=False), C)
 
 
-def of_chunk(
-    rows: Any, chunks: Any, item: mosaic.Item, chunk: Any, at_once: bool = False
-) -> Borders:
-    """From the references to `begins` or `ends`, and to `chunks`; None without segments. `at_once`
-    loads both numbers here, where the caller has other work that hides the loads' latency."""
+def of_chunk(rows: Any, chunks: Any, item: mosaic.Item, chunk: Any) -> Borders:
+    """From the references to `begins` or `ends`, and to `chunks`; None without segments."""
     if chunks is None:
         return Borders()
     number = item.number_of(chunk)
-    numbers: Any = chunks.at[item.batch, number]
-    if at_once:
-        numbers = numbers[0], numbers[1]
+    numbers = chunks.at[item.batch, number]
     return Borders(rows.at[item.batch, pl.ds(number * C, C)], numbers, numbers[0] < C)
 
 

@@ -312,8 +312,6 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
     step = item.before + chunk
     slot, v_slot = own.rows.slot(step), own.values.slot(step)
     own_q, own_k = (tiling.half_of(tiles, slot, half) for tiles in (own.q, own.k))
-    # Loaded ahead of the waits, which hide the latency.
-    borders = walk.borders(item, chunk, at_once=True) if spec.normalize else Borders()
     if own.eight is None:
         own.values.produced.wait(v_slot)
     else:
@@ -359,6 +357,7 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
         own.values.produced.arrive(v_slot)
     own.mapped.arrive(slot)
     if spec.normalize:
+        borders = walk.borders(item, chunk)  # here, where features take no registers
         if gates is not None:
             borders = borders.unless(gates.steep)
         borders.when_some(lambda: store_adds(walk, half, borders.adds))

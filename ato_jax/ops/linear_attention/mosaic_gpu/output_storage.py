@@ -234,8 +234,8 @@ class Walk:
         from_the_end = self.part is Part.LATER
         return chunk_decay.gates_of(self.spec, rows, some_steep, from_the_end)
 
-    def borders(self, item: Item, chunk: Any, at_once: bool = False) -> chunk_borders.Borders:
-        return chunk_borders.of_chunk(self.begins, self.borders_of, item, chunk, at_once)
+    def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
+        return chunk_borders.of_chunk(self.begins, self.borders_of, item, chunk)
 
     def seen(self, w: jax.Array) -> jax.Array:
         """w [i, j] where j is one of this launch's keys, else 0."""
