@@ -499,11 +499,6 @@ MOSAIC = Space(
             "does not support segments with a decay per channel",
         ),
         Rule(
-            ("segments", "causal", "widths"),
-            lambda segments, causal, widths: segments != "none" and causal and widths[0] > 128,
-            "does not support segments with more than 128 columns",
-        ),
-        Rule(
             ("lengths", "causal", "decay", "widths", "segments"),
             lambda lengths, causal, decay, widths, segments: (
                 lengths == "odd"
@@ -529,12 +524,7 @@ MOSAIC = Space(
         ),
         Rule(
             ("decay", "widths"),
-            lambda decay, widths: (
-                decay not in ("none", "channel")
-                and widths[0] > 128
-                or decay == "channel"
-                and widths == (40, 40)
-            ),
+            lambda decay, widths: decay == "channel" and widths == (40, 40),
             "needs D",
         ),
         Rule(
@@ -542,7 +532,7 @@ MOSAIC = Space(
             lambda causal, decay, widths, segments: not causal and (
                 widths[0] <= 64 and segments == "none"
                 if decay == "none"
-                else widths in ((40, 40), (128, 64))
+                else widths in ((40, 40), (128, 64)) or decay != "channel" and widths[0] > 128
             ),
             "needs D",
         ),

@@ -183,6 +183,12 @@ def _linear_attention() -> Iterator[Row]:
             yield Row(f"causal, D = V = {D}, {told}", wide | {"D": D, "V": D}, options, "float32")
     for D, V in ((128, 64), (64, 128), (192, 128), (128, 256)):
         yield Row(f"causal, D = {D}, V = {V}", wide | {"D": D, "V": V}, _always(causal=True))
+    wider = wide | {"D": 256, "V": 256}
+    yield Row(
+        "causal, D = V = 256, segment_ids",
+        wider,
+        lambda sizes: {"causal": True, "segment_ids": ids(sizes, "T")},
+    )
     two_heads = {"D": 64, "V": 64, "T": 128}
     yield Row("causal, D = V = 64", two_heads, _always(causal=True))
     yield Row("causal, D = V = 40", two_heads | {"D": 40, "V": 40}, _always(causal=True))
@@ -190,7 +196,7 @@ def _linear_attention() -> Iterator[Row]:
     longer = wide | {"T": 128}
     three = wide, two_heads, longer | {"D": 96, "V": 96}
     of_some = [(axes, sizes) for axes in ("BSG", "BSGD") for sizes in three]
-    of_some.append(("BSGD", longer | {"D": 256, "V": 256}))
+    of_some += [("BSGD", longer | {"D": 256, "V": 256}), ("BSG", wider), ("G", wider)]
     for axes, sizes in (("G", wide), *of_some):
         yield Row(
             f"causal, D = V = {sizes['D']}, decay [{', '.join(axes)}]",

@@ -93,7 +93,16 @@ CALLS = [
     (
         Call(1, 16384, 8, 256),
         13,
-        {"causal_wide_query_gradient": 100, "causal_wide_key_gradients": 28},
+        {"causal_wide_query_gradient": 132, "causal_wide_key_gradients": 28},
+    ),
+    (
+        Call(1, 16384, 8, 256, decay="step", segments=True),
+        7,  # and what a conditional does
+        {
+            "causal_wide_output": 44,
+            "causal_wide_query_gradient": 320,
+            "causal_wide_key_gradients": 136,
+        },
     ),
     (
         Call(4, 4096, 16, 128, decay="channel"),
@@ -119,7 +128,7 @@ CALLS = [
 ]
 # Gates of heads take the kernels of those of steps. A change to the kernels of the first call shows
 # on every run in their modules' text, which tests/test_mosaic_kit.py compares for fewer rows.
-ORDINARY = [CALLS[n] for n in (3, 10, 13, 16)]
+ORDINARY = [CALLS[n] for n in (3, 10, 13, 16, 17)]
 if os.environ.get("ATO_ALL_ROWS") == "1":
     ORDINARY = CALLS
 # The same kernel, compiled again, spills a few bytes more or less.

@@ -964,6 +964,8 @@ def test_random_features_where_causal(
         (2, 7000, 8, 2, 128, "bhtd", {"feature_map": "silu"}),
         (2, 9001, 8, 8, 64, "bthd", {}),
         (2, 7000, 8, 4, 64, "bhtd", {"kv_lengths": np.array([7000, 3001])}),
+        (2, 9000, 4, 4, 256, "bhtd", {"feature_map": "silu"}),
+        (3, 3000, 4, 4, 208, "bthd", {}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -987,6 +989,10 @@ def test_causal_segments_of_mosaic_gpu(
         (1, LONG, 2, 2, 128, "head", 1024, {}),
         (1, LONG, 2, 2, 64, "head", 1024, {"normalize": False, "feature_map": "identity"}),
         (1, LONG, 4, 4, 64, "step", 1024, {"dtype": "float16"}),
+        (2, 9000, 4, 4, 256, "step", 200, {}),
+        (2, 7000, 4, 4, 160, "head", 200, {"layout": "bhtd", "feature_map": "exp"}),
+        (2, 9000, 4, 4, 192, "strong", 200, {"normalize": False}),
+        (1, LONG, 2, 2, 256, "head", 1024, {}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -1171,7 +1177,9 @@ def test_states_of_mosaic_gpu(causal: bool, D: int, normalize: bool) -> None:
 @pytest.mark.parametrize(
     "name, scale", [("head", 1.0), ("step", 1.0), ("mild", 1.0), ("mild", 30.0)]
 )
-@pytest.mark.parametrize("B, G, D", [(2, 2, 128), (2, 4, 128), (4, 4, 64), (4, 2, 64), (3, 4, 96)])
+@pytest.mark.parametrize(
+    "B, G, D", [(2, 2, 128), (2, 4, 128), (4, 4, 64), (4, 2, 64), (3, 4, 96), (2, 4, 256)]
+)
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_gates_of_mosaic_gpu(
     name: str, scale: float, B: int, G: int, D: int, normalize: bool

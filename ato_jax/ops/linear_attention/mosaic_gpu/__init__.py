@@ -59,6 +59,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     refusals,
     steps,
     value_blocks,
+    wide_causal,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.batches import as_larger_batch as as_larger_batch
 from ato_jax.ops.linear_attention.mosaic_gpu.batches import spec_in_tiles
@@ -164,6 +165,13 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
     if phase == "backward" and spec.decay == "channel" and spec.T <= frame.C:
         return f"needs T above {frame.C} for the gradients of a decay per channel"
     of_one_head = spec.decay == "channel" or frame.is_wide(spec)
+    if phase == "backward" and frame.is_wide(spec) and splits_states(spec):
+        # Their states in two parts have no room.
+        return (
+            f"does not support the gradients of a decay per head with more than {frame.F} columns, "
+            f"normalize=False and feature_map={spec.feature_map.name!r}, whose features may be "
+            "negative"
+        )
     if phase == "backward" and spec.H != spec.G and of_one_head:
         return f"needs H = G for these gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:
@@ -176,8 +184,9 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 
 
 def needs_fallback(spec: LinearAttentionSpec) -> bool:
-    """Steep chunks, of which the walks over features mean nothing."""
-    return spec.decay == "channel"
+    """Steep chunks, of which the walks over features mean nothing, and in wide heads the sums for
+    the decay's gradient."""
+    return spec.decay is not None and (spec.decay == "channel" or frame.is_wide(spec))
 
 
 def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_follows: bool) -> bool:
@@ -424,13 +433,18 @@ def backward_with_fallback(
     fallback: causal.Fallback,
 ) -> Inputs:
     @as_larger_batch
-    def run(
+    def by_channel(
         spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
     ) -> Inputs:
         return causal.backward_by_channel(spec, config, residuals, cotangents, fallback)
 
     def as_given(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs) -> Inputs:
-        return run(spec, config, residuals, cotangents)
+        arguments = spec, residuals, cotangents
+        if spec.decay == "channel":
+            return by_channel(spec, config, *arguments[1:])
+        gates = _gates_of(spec, config, steps.in_place(spec, residuals.inputs)[1])
+        run = functools.partial(_backward_as_given, config=config)
+        return wide_causal.unless_steep(gates, fallback, run, *arguments)
 
     return _fitted(as_given, spec, residuals, cotangents)
 

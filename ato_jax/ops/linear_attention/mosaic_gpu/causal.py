@@ -97,10 +97,10 @@ def keep(
     k_powers = powers.powers_of_keys(spec, inputs)
     ahead = states_of(spec, deal, inputs, pieces, borders, k_powers)
     kv, units = _in_units(spec, ahead.kv)
-    arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
     if frame.is_wide(spec):
-        out, den = wide_causal.output(spec, deal, *arrays), None
+        out, den = wide_causal.output(spec, deal, inputs, (kv, ahead.k_sum), borders), None
     else:
+        arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
         options: dict[str, Any] = {}
         if pieces is not None:
             options = {"gates": pieces.gates, "steep": pieces.steep}
@@ -172,32 +172,28 @@ def states_of(
     of_queries: mosaic.Deal,
     inputs: Inputs,
     gates: OfPieces | None,
-    borders: OfSequence | None = None,
+    borders: OfSequence = NO_BORDERS,
     k_powers: jax.Array | None = None,
 ) -> Edges:
     """Those ahead of each piece, or each run of wide heads; behind the last, too, if returned. In
     float16 times the powers of keys."""
+    if frame.is_wide(spec):
+        return wide_causal.states_of(spec, of_queries, inputs, gates, borders)
     pieces = of_queries.pieces - (not spec.return_state)
     found = None
     if pieces:
         length = min(pieces * of_queries.rows, spec.T)
         heads = spec.G // frame.heads_of_tile(spec)
         deal = dataclasses.replace(of_queries, heads=heads, length=length, pieces=pieces)
-        if frame.is_wide(spec):
-            found = wide_causal.piece_sums(spec, deal, "whole_sums", inputs.k, inputs.v)
-        else:
-            until = None if gates is None else gates.until
-            adding = None if borders is None else borders.adding
-            found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths, adding, k_powers)
-    kept_by = borders if gates is None else gates
-    keeps = None if kept_by is None else kept_by.keeps
+        until, adding = None if gates is None else gates.until, borders.adding
+        found = sums(spec, deal, inputs.k, inputs.v, until, inputs.kv_lengths, adding, k_powers)
+    keeps = borders.keeps if gates is None else gates.keeps
     dtype = _dtype_of_edges(spec)
     options: Any = {"ends": spec.return_state, "dtype": dtype}
     start = inputs.initial_state
     if k_powers is not None:
         start = powers.times(start, k_powers)
-    edges = at_edges(spec, found, start, keeps, **options)
-    return wide_causal.at_runs(spec, of_queries, inputs, edges) if frame.is_wide(spec) else edges
+    return at_edges(spec, found, start, keeps, **options)
 
 
 def _dtype_of_edges(spec: LinearAttentionSpec) -> Any:
@@ -279,29 +275,27 @@ def gradients(
         s, units = _in_units(spec, s)
     else:
         s, z, units = ahead
+    if frame.is_wide(spec):
+        arrays_of_wide = inputs, cotangents, (s, z), pieces, borders, decay
+        return wide_causal.gradients(spec, deal, *arrays_of_wide)
     of_q, of_k, of_v = shares or (None,) * 3
-    wide = frame.is_wide(spec)
     steep, since, keeps = None, None, borders.keeps
     if pieces is not None:
         steep, since, keeps = pieces.steep, pieces.since, pieces.keeps
-    of_queries = of_keys = largest = None
-    if wide:
-        dq, inverse, e = wide_causal.query_gradient(spec, deal, q, k, v, g, s, z)
-    else:
-        arrays = query_gradient_storage.Arrays(
-            *(q, k, v, g, s, z),
-            s_units=units,
-            k_powers=k_powers,
-            lengths=lengths,
-            gates=gates,
-            steep=steep,
-            share=of_q,
-            begins=borders.begins,
-            borders=borders.chunks,
-        )
-        if weights is not None:
-            arrays = arrays._replace(inverse=weights[0], e=weights[1])
-        dq, inverse, e, largest, of_queries = query_gradient(spec, deal, arrays)
+    arrays = query_gradient_storage.Arrays(
+        *(q, k, v, g, s, z),
+        s_units=units,
+        k_powers=k_powers,
+        lengths=lengths,
+        gates=gates,
+        steep=steep,
+        share=of_q,
+        begins=borders.begins,
+        borders=borders.chunks,
+    )
+    if weights is not None:
+        arrays = arrays._replace(inverse=weights[0], e=weights[1])
+    dq, inverse, e, largest, of_queries = query_gradient(spec, deal, arrays)
 
     of_chunks = None
     end = cotangents.state if spec.return_state else None
@@ -321,11 +315,8 @@ def gradients(
     found = None
     if deal.pieces > first:
         later = dataclasses.replace(deal, first=first * deal.rows, pieces=deal.pieces - first)
-        if wide:
-            found = wide_causal.piece_sums(spec, later, "whole_query_sums", q, g, (inverse, e))
-        else:
-            reading = None if borders.reading is None else borders.reading[:, first:]
-            found = query_sums(spec, later, q, g, inverse, e, since, lengths, of_chunks, reading)
+        reading = None if borders.reading is None else borders.reading[:, first:]
+        found = query_sums(spec, later, q, g, inverse, e, since, lengths, of_chunks, reading)
         found = jax.tree.map(lambda x: _of_groups(spec, x, 1), found)
     behind = at_edges(
         spec,
@@ -339,16 +330,11 @@ def gradients(
     )
     r, r_units = _in_units(spec, behind.kv)
     of_walk = q, k, v, g, inverse, e, r, behind.k_sum
-    if wide:
-        dk, dv = wide_causal.key_gradient(spec, deal, *of_walk)
-    else:
-        heads = spec.G // frame.heads_of_tile(spec)
-        walk = dataclasses.replace(deal, heads=heads)
-        arrays_of_keys = Arrays(*of_walk, gates, steep, lengths, r_units, *(of_chunks or ()))
-        own_borders = {"ends": borders.ends, "borders": borders.chunks}
-        arrays_of_keys = arrays_of_keys._replace(dk=of_k, dv=of_v, **own_borders)
-        arrays_of_keys = arrays_of_keys._replace(k_powers=k_powers)
-        dk, dv, of_keys = key_gradient(spec, walk, arrays_of_keys)
+    walk = dataclasses.replace(deal, heads=spec.G // frame.heads_of_tile(spec))
+    arrays_of_keys = Arrays(*of_walk, gates, steep, lengths, r_units, *(of_chunks or ()))
+    own_borders = {"ends": borders.ends, "borders": borders.chunks}
+    arrays_of_keys = arrays_of_keys._replace(dk=of_k, dv=of_v, **own_borders, k_powers=k_powers)
+    dk, dv, of_keys = key_gradient(spec, walk, arrays_of_keys)
     d_decay = None
     if gates is not None and of_queries is not None and of_keys is not None:
         of_start = None

@@ -4,7 +4,7 @@ rows. Each function says what is lacking, or None."""
 from __future__ import annotations
 
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention.mosaic_gpu import frame, narrow, value_blocks, whole_units
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, narrow, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -28,17 +28,13 @@ def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     in_float32 = spec.dtype == "float32"
     if in_float32 and narrow.fills(spec, mosaic.HALF):
         return None
-    most = max(narrow.TILES)
-    if in_float32 or spec.decay and not value_blocks.is_cut(spec):
-        most = frame.F
+    most = frame.F if in_float32 else max(narrow.TILES)
     least = narrow.LEAST if in_float32 else 0
     if least <= max(spec.D, spec.V) <= most and narrow.tile_of(spec):
         return None
     sizes = f"D and V of multiples of {narrow.STEP}, the larger from {narrow.LEAST} to {most}"
     if in_float32:
         sizes += f", or D = V = {mosaic.HALF}"
-    elif spec.causal and spec.decay:
-        sizes += f", V alone to {max(narrow.TILES)}"
     if spec.causal and not in_float32:
         step, least = narrow.STEP_OF_PAIRS, narrow.LEAST_OF_PAIRS
         sizes += f", or of multiples of {step}, both from {least} to {mosaic.HALF}"

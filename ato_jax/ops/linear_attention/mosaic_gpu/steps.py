@@ -40,11 +40,7 @@ def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
         return "with a decay and without causal=True"
     if spec.segments != "self":
         return "of queries and keys that differ"
-    if spec.decay == "channel":
-        return "with a decay per channel"
-    if frame.is_wide(spec):
-        return f"with more than {frame.F} columns"
-    return None
+    return "with a decay per channel" if spec.decay == "channel" else None
 
 
 def in_place(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:

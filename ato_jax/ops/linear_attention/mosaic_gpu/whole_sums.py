@@ -56,7 +56,8 @@ def whole_sums(
     """[B, heads, P, F, V] and [B, heads, P, F], float32. `deal` counts items.
 
     Args:
-      of_rows: inverse and e, [B, heads, T up to a whole chunk] float32, of queries; of keys none.
+      of_rows: inverse and e, [B, heads, T up to a whole chunk] float32, of queries; of keys none,
+        or what multiplies their features.
       lengths: of keys, [B] int32: rows behind them are left out.
     """
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
@@ -133,14 +134,19 @@ def whole_sums(
                     plgpu.barrier_arrive(masked)
                     plgpu.barrier_wait(masked)
 
-            def map_keys(x: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
+            def map_keys(x: jax.Array, slot: Any, chunk: Any) -> tuple[jax.Array, jax.Array]:
                 """phi(k) of rows and columns that there are, and its sum over the rows."""
                 first = worker * HALF
                 if tiling.is_filled and parts > 1:
                     first += share * workers * HALF
-                phi = maps.transposed_keys(x, first)
-                if lengths_ref is not None or deal.length % C:
-                    phi = mosaic.rounded(there(phi, chunk), tiling.dtype)
+                if of_rows:
+                    factor = mosaic.in_rows(load(rows_s.at[slot, 0], OF_COLUMNS), HALF)
+                    phi = there(maps.unrounded_transposed_keys(x, first) * factor, chunk)
+                    phi = mosaic.rounded(phi, tiling.dtype)
+                else:
+                    phi = maps.transposed_keys(x, first)
+                    if lengths_ref is not None or deal.length % C:
+                        phi = mosaic.rounded(there(phi, chunk), tiling.dtype)
                 return phi, jnp.sum(phi.astype(F32), axis=1)
 
             def map_keys_in_units(
@@ -178,7 +184,8 @@ def whole_sums(
                     phi, added, *largest = map_keys_in_units(x, chunk, before)
                     total = total * mosaic.in_columns(before / largest[0], spec.V)
                 else:
-                    phi, added = map_queries(x, slot, chunk) if of_rows else map_keys(x, chunk)
+                    own_map = map_queries if len(of_rows) == 2 else map_keys
+                    phi, added = own_map(x, slot, chunk)
                 if lengths_ref is not None:
                     mask_values(slot, item.rows_within(chunk, lengths_ref))
                 (total,) = multiply((total, [(phi, y_s.at[slot])]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -29,6 +29,14 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
 Found = tuple[jax.Array, ...]  # [64, D], in parts of at most MOST_COLUMNS
 
 
+class Own(NamedTuple):
+    """Of a warpgroup's own rows [64]: L and the limit of what they see, where there are any."""
+
+    chunk: Any
+    sums: jax.Array | None
+    limit: jax.Array | None
+
+
 def own_rows(passes: Sequence[Runs]) -> None:
     each(passes, write_unit)
     plgpu.wait_smem_to_gmem(0)
@@ -37,23 +45,28 @@ def own_rows(passes: Sequence[Runs]) -> None:
 def write_unit(runs: Runs, item: Item) -> None:
     own, number = runs.own, mosaic.slot_of(mosaic.group(), UNIT)
     own_chunk = runs.own_chunk(item, number)
-    # A unit's second chunk may be behind the sequence's last one: it sees as many as the first.
+    # A unit's second chunk may be behind the sequence's last one, and then multiplies for nothing.
     ahead = runs.last(item) - own_chunk if runs.from_the_end else own_chunk - runs.first(item)
-    turns = jnp.minimum(ahead + 1, runs.turns(item))
+    turns = jnp.clip(ahead + 1, 1, runs.turns(item))
+    mine = Own(own_chunk, *(of_own(runs, item, ref) for ref in runs.of_pairs))
     own.x_loaded.wait(number)
-    den = map_rows(runs, own.x.at[number]) if runs.by_values else ()
+    den = map_rows(runs, item, own.x.at[number]) if runs.by_values else ()
     found = read_state(runs, item)
-    one = functools.partial(add_chunk, runs, item, own_chunk, turns)
-    found, den = lax.fori_loop(0, turns, one, (found, den))
+    one = functools.partial(add_chunk, runs, item, mine, turns)
+    if runs.in_two_parts:
+        found, den = lax.fori_loop(0, turns - 1, one, (found, den))
+        found, den = one(turns - 1, (found, den), in_two_parts=True)
+    else:
+        found, den = lax.fori_loop(0, turns, one, (found, den))
     skip = functools.partial(skip_chunk, runs, item)
     lax.fori_loop(turns, runs.turns(item), skip, None)
     reader = await_reader(runs, item)
     if runs.of is Pass.DQ:
         k_slot = own.ring.slot(runs.tile_of_chunk(item, turns - 1, 1))
-        write_query_gradient(runs, item, found, reader, k_slot)
+        write_query_gradient(runs, item, found, reader, k_slot, mine)
         runs.let_go(k_slot)
     elif runs.of is Pass.DK:
-        write_key_gradient(runs, found, reader)
+        write_key_gradient(runs, item, found, reader)
     else:
         write_found(runs, found, den)
     plgpu.commit_smem()
@@ -65,13 +78,27 @@ def write_unit(runs: Runs, item: Item) -> None:
     plgpu.barrier_arrive(own.x_free.at[number])
 
 
+def of_own(runs: Runs, item: Item, ref: Any) -> Any:
+    """What an array holds of the own rows, [64]; None where there is no array."""
+    if ref is None:
+        return None
+    rows = rows_of(runs.own_chunk(item, mosaic.group()))
+    at = (item.batch, rows) if len(ref.shape) == 2 else (item.batch, runs.kv_head(item), rows)
+    return load(ref.at[at], OF_ROWS, optimized=False)
+
+
+def times(found: jax.Array, reads: jax.Array | None) -> jax.Array:
+    """What rows read of a state or a vector, [64, columns], times their factors, if any."""
+    return found if reads is None else found * mosaic.in_columns(reads, found.shape[1])
+
+
 def vector_of(runs: Runs, block: int) -> jax.Array:
     """64 columns of z or u, in all rows."""
     own = runs.own.vector.at[mosaic.group(), columns_of(block)]
     return mosaic.in_rows(load(own, OF_COLUMNS), C)
 
 
-def map_rows(runs: Runs, x: Any) -> Any:
+def map_rows(runs: Runs, item: Item, x: Any) -> Any:
     """Maps x in place. With a normaliser returns what the run's state adds to den."""
     den: Any = plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
     for block in range(runs.blocks):
@@ -85,7 +112,8 @@ def map_rows(runs: Runs, x: Any) -> Any:
         if runs.normalizes:
             den = den + jnp.sum(phi.astype(F32) * vector_of(runs, block), axis=1)
     plgpu.commit_smem()
-    return den
+    reads = of_own(runs, item, runs.arrays.reads) if runs.normalizes else None
+    return den if reads is None else den * reads
 
 
 def read_state(runs: Runs, item: Item) -> Found:
@@ -102,11 +130,45 @@ def read_state(runs: Runs, item: Item) -> Found:
         sums = ((start, [(part, own)]) for start, own in zip(found, factors, strict=True))
         found = multiply(*sums)
         runs.let_go(slot)
-    return found
+    reads = of_own(runs, item, runs.arrays.reads)
+    return tuple(times(part, reads) for part in found)
+
+
+def weights_of(
+    runs: Runs, w: jax.Array, mine: Own, chunk: Any, seen_sums: jax.Array | None
+) -> jax.Array:
+    """w [64, 64] of the own rows and those of a chunk, as the decay leaves it, 0 where a row does
+    not see the other. `seen_sums`: L of the chunk's rows."""
+    i, j = mosaic.hidden_position(0), mosaic.hidden_position(1)
+    behind = (mine.chunk - chunk) * C
+    sees = i <= j - behind if runs.from_the_end else i >= j - behind
+    if mine.limit is not None:
+        limit = mosaic.in_columns(mine.limit - chunk * C, C)
+        sees &= j <= limit if runs.from_the_end else j >= limit
+    if mine.sums is not None and seen_sums is not None:
+        own, seen = mosaic.in_columns(mine.sums, C), mosaic.in_rows(seen_sums, C)
+        lost = seen - own if runs.from_the_end else own - seen
+        w = w * jnp.exp2(jnp.minimum(lost, 0.0))
+    # It is rounded in pairs: behind the choice each number would be by itself.
+    return lax.optimization_barrier(jnp.where(sees, w, 0.0))
+
+
+def sums_of_seen(runs: Runs, item: Item, chunk: Any) -> jax.Array | None:
+    """L of a chunk's rows."""
+    if runs.arrays.sums is None:
+        return None
+    at = item.batch, runs.kv_head(item), rows_of(chunk)
+    return load(runs.arrays.sums.at[at], OF_COLUMNS, optimized=False)
 
 
 def add_chunk(
-    runs: Runs, item: Item, own_chunk: Any, turns: Any, turn: Any, carried: tuple[Found, Any]
+    runs: Runs,
+    item: Item,
+    mine: Own,
+    turns: Any,
+    turn: Any,
+    carried: tuple[Found, Any],
+    in_two_parts: bool = False,
 ) -> tuple[Found, Any]:
     own, (found, den) = runs.own, carried
     chunk = runs.chunk(item, turn)
@@ -115,21 +177,22 @@ def add_chunk(
         own.mapped.wait(y_slot)
 
     def meanwhile() -> Any:
+        seen_sums = sums_of_seen(runs, item, chunk)
         if runs.of is not Pass.DK:
-            return ()
+            return None, seen_sums
         source = runs.arrays.e.at[item.batch, item.head, rows_of(chunk)]
-        return load(source, OF_COLUMNS, optimized=False)
+        return load(source, OF_COLUMNS, optimized=False), seen_sums
 
     products = [(own.x.at[mosaic.group()], runs.tiles.at[y_slot].T)]
-    w, e = mosaic.multiply_while(products, (C, C), meanwhile)
+    w, (e, seen_sums) = mosaic.multiply_while(products, (C, C), meanwhile)
     runs.let_go(y_slot)
     if runs.of is Pass.DK:
         w = w - mosaic.in_rows(e, C)
-    i, j = mosaic.hidden_position(0), mosaic.hidden_position(1)
-    behind = (own_chunk - chunk) * C
-    sees = i <= j - behind if runs.from_the_end else i >= j - behind
-    # Rounded in pairs: behind the choice each would be by itself.
-    w = mosaic.rounded(lax.optimization_barrier(jnp.where(sees, w, 0.0)))
+    exact = weights_of(runs, w, mine, chunk, seen_sums)
+    w = mosaic.rounded(exact)
+    factors = [w]
+    if in_two_parts:
+        factors.insert(0, mosaic.rounded(exact - w.astype(F32)))
     if runs.of is Pass.OUT and runs.normalizes:
         den = den + jnp.sum(w.astype(F32), axis=1)
     p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
@@ -137,7 +200,8 @@ def add_chunk(
         own.mapped.wait(p_slot)
     p = runs.tiles.at[p_slot]
     sums = (
-        (start, [(w, p.at[:, columns])]) for start, columns in zip(found, runs.parts, strict=True)
+        (start, [(factor, p.at[:, columns]) for factor in factors])
+        for start, columns in zip(found, runs.parts, strict=True)
     )
     found = multiply(*sums)
     if runs.of is not Pass.DQ:
@@ -185,22 +249,29 @@ def write_found(runs: Runs, found: Found, den: Any) -> None:
         runs.own.x.at[mosaic.group(), :, columns][...] = part.astype(BF16)
 
 
-def write_query_gradient(runs: Runs, item: Item, G: Found, reader: Any, k_slot: Any) -> None:
-    """dq, in x's place, and inverse and e. Where features are needed they are made once more, as
-    registers have room for 64 columns of them."""
+def write_query_gradient(
+    runs: Runs, item: Item, G: Found, reader: Any, k_slot: Any, mine: Own
+) -> None:
+    """dq, in x's place, and inverse, e and flows. Where features are needed they are made once
+    more, as registers have room for 64 columns of them."""
     spec, maps, x = runs.spec, runs.phi, runs.own.x.at[mosaic.group()]
     q, k = runs.tiles.at[reader], runs.tiles.at[k_slot]
-    # g has been read: in its last columns are the keys that a row sees.
-    seen = x.at[:, columns_of(runs.blocks - 1)]
+    # g has been read: in its last columns is what a row sees of each key.
+    seen = [x.at[:, columns_of(runs.blocks - 1 - part)] for part in range(1 + runs.in_two_parts)]
     if runs.normalizes:
-        i, j = mosaic.hidden_position(0), mosaic.hidden_position(1)
-        seen[...] = jnp.where(i >= j, 1.0, 0.0).astype(BF16)
+        own_sums = sums_of_seen(runs, item, mine.chunk)
+        left = weights_of(runs, mosaic.zeros(C, C) + 1.0, mine, mine.chunk, own_sums)
+        for part in seen:
+            part[...] = left.astype(BF16)
+            left = left - left.astype(BF16).astype(F32)
         plgpu.commit_smem()
+    reads = of_own(runs, item, runs.arrays.reads_of_chunk)
 
     def z_of(block: int) -> jax.Array:
         """64 columns, for each row, of the sum of phi(k) over all keys that it sees."""
-        ahead = mosaic.zeros(C, HALF) + vector_of(runs, block)
-        (z,) = multiply((ahead, [(seen, k.at[:, columns_of(block)])]))
+        ahead = times(mosaic.zeros(C, HALF) + vector_of(runs, block), reads)
+        own_k = k.at[:, columns_of(block)]
+        (z,) = multiply((ahead, [(part, own_k) for part in reversed(seen)]))
         return z
 
     def features_of(block: int) -> tuple[jax.Array, jax.Array]:
@@ -218,22 +289,45 @@ def write_query_gradient(runs: Runs, item: Item, G: Found, reader: Any, k_slot: 
             den = den + jnp.sum(phi * z, axis=1)
         of_rows = 1.0 / jnp.maximum(den, spec.eps)
         of_e = jnp.where(den > spec.eps, of_e * of_rows, 0.0)
-        rows = rows_of(runs.own_chunk(item, mosaic.group()))
-        runs.left.inverse.at[item.batch, item.head, rows][...] = of_rows
-        runs.left.e.at[item.batch, item.head, rows][...] = of_e
+        leave(runs, item, runs.left.inverse, of_rows)
+        leave(runs, item, runs.left.e, of_e)
         inverse, e = mosaic.in_columns(of_rows, HALF), mosaic.in_columns(of_e, HALF)
+    flows: Any = 0.0
+    waiting: list[tuple[int, jax.Array]] = []  # for the block behind it, which reads `seen`
     for block in range(runs.blocks):
         dq = block_in(G, block)
         if e is not None:
             dq = dq - e * z_of(block)
-        dq = dq * inverse * maps.slope_of(*features_of(block))
-        x.at[:, columns_of(block)][...] = dq.astype(BF16)
+        own_q, phi = features_of(block)
+        if runs.left.flows is not None:
+            # As keys see the features: rounded.
+            flows = flows + jnp.sum((phi * inverse).astype(BF16).astype(F32) * dq, axis=1)
+        waiting.append((block, (dq * inverse * maps.slope_of(own_q, phi)).astype(BF16)))
+        while len(waiting) >= len(seen) or waiting and block + 1 == runs.blocks:
+            done, dq = waiting.pop(0)
+            x.at[:, columns_of(done)][...] = dq
+    leave(runs, item, runs.left.flows, flows)
 
 
-def write_key_gradient(runs: Runs, found: Found, reader: Any) -> None:
-    """dk, in x's place."""
+def write_key_gradient(runs: Runs, item: Item, found: Found, reader: Any) -> None:
+    """dk, in x's place, and flows."""
+    flows: Any = 0.0
+    reads = of_own(runs, item, runs.arrays.reads)
     for block in range(runs.blocks):
         own_k = load(runs.tiles.at[reader, :, columns_of(block)])
-        dk = block_in(found, block) + vector_of(runs, block)
-        dk = dk * runs.phi.slope_of(own_k, runs.phi.unrounded(own_k, block * HALF))
+        phi = runs.phi.unrounded(own_k, block * HALF)
+        dk = block_in(found, block) + times(vector_of(runs, block), reads)
+        if runs.left.flows is not None:
+            # As queries see the features: rounded, and 0 in columns that a head does not have.
+            seen = runs.phi.keys(runs.phi.present(own_k, block * HALF), first=block * HALF)
+            flows = flows + jnp.sum(seen.astype(F32) * dk, axis=1)
+        dk = dk * runs.phi.slope_of(own_k, phi)
         runs.own.x.at[mosaic.group(), :, columns_of(block)][...] = dk.astype(BF16)
+    leave(runs, item, runs.left.flows, flows)
+
+
+def leave(runs: Runs, item: Item, ref: Any, of_rows: Any) -> None:
+    """Writes a number of each own row, where there is an array for them."""
+    if ref is not None:
+        rows = rows_of(runs.own_chunk(item, mosaic.group()))
+        ref.at[item.batch, item.head, rows][...] = of_rows

@@ -41,7 +41,11 @@ class Pass(enum.Enum):
 
 class Arrays(NamedTuple):
     """A pass's inputs, in the order of its operands: x, y and p of its table; S and z or R and u as
-    `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q."""
+    `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q.
+
+    The last four are of `wide_factors.Factors`, where there are any: `sums`; `limit`, the first row
+    that a row sees, or from the end the last one; what it reads of its run's state; and, for DQ, of
+    its chunk's."""
 
     x: Any
     y: Any
@@ -51,14 +55,21 @@ class Arrays(NamedTuple):
     reader: Any = None
     inverse: Any = None
     e: Any = None
+    sums: Any = None
+    limit: Any = None
+    reads: Any = None
+    reads_of_chunk: Any = None
 
 
 class Left(NamedTuple):
-    """What a pass writes. `inverse` and `e` are written by DQ alone, and only with a normaliser."""
+    """What a pass writes. `inverse` and `e` are written by DQ alone, and only with a normaliser;
+    `flows`, what a decay's gradient needs of each row (`scans/flows.py`), by DQ and DK, and only
+    with a decay."""
 
     found: Any
     inverse: Any = None
     e: Any = None
+    flows: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +130,20 @@ class Runs:
         return self.spec.normalize and not self.from_the_end
 
     @property
+    def in_two_parts(self) -> bool:
+        """Whether weights of rows of the same chunk are multiplied in two parts, rounded and what
+        that leaves off: a decay's gradient is a running sum of what pairs of rows add and take, in
+        which those next to one another are far larger than their sum, and roundings add up."""
+        return self.spec.decay is not None and not self.by_values
+
+    @property
     def has_vector(self) -> bool:
         return self.normalizes or self.of is Pass.DK or self.joined
+
+    @property
+    def of_pairs(self) -> tuple[Any, Any]:
+        """What the weights of pairs need of their rows."""
+        return self.arrays.sums, self.arrays.limit
 
     @property
     def readers(self) -> int:

@@ -19,6 +19,9 @@ phi(k) over all keys that row i sees, DQ makes of G_i, as roundings left it,
     e_i   = phi(q_i) . G_i inverse_i,  0 where den_i <= eps
     dq_i  = (G_i - e_i z_i) inverse_i times phi(q_i)'s derivative
 
+With a decay or segments what a row reads of T is multiplied by a factor of the row, and w[i, j] by
+what the decay leaves between the two rows, 0 across a border (`wide_factors.py`).
+
 A unit has 128 rows. All that it reads but x comes through one ring of tiles [64, D]:
 
     T in tiles of 64 rows or columns;  y, p of each chunk of the run that is seen;  q or k of both
@@ -41,7 +44,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -79,48 +82,55 @@ def whole_units(length: int) -> int:
 
 
 def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Arrays) -> Left:
-    """What the pass finds; of DQ with a normaliser also inverse and e, [B, H, T up to a whole unit]
-    in float32. `deal` counts heads."""
+    """What the pass finds; of DQ with a normaliser also inverse and e, and with a decay flows, [B,
+    H, T up to a whole unit] in float32. `deal` counts heads."""
     runs = Runs(spec, in_units(spec, deal), of, arrays)
     given = {name: array for name, array in arrays._asdict().items() if array is not None}
     like = arrays.x if arrays.reader is None else arrays.reader
     shape = frame.shape_of_values(spec, deal.heads) if runs.by_values else like.shape
-    left = [jax.ShapeDtypeStruct(shape, BF16)]
-    if of is Pass.DQ and spec.normalize:
-        left += [jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32)] * 2
+    left = {"found": jax.ShapeDtypeStruct(shape, BF16)}
+    of_rows = jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32)
+    if of is Pass.DQ:
+        names = [*(["inverse", "e"] if spec.normalize else []), *(["flows"] if spec.decay else [])]
+        left |= dict.fromkeys(names, of_rows)
 
     def bind(refs: Sequence[Any], own: Storage) -> list[Runs]:
         inputs = Arrays(**dict(zip(given, refs, strict=False)))
-        outputs = Left(*refs[len(given) :])
+        outputs = Left(**dict(zip(left, refs[len(given) :], strict=True)))
         return [dataclasses.replace(runs, arrays=inputs, left=outputs, own=own)]
 
-    return Left(*launch(runs, f"causal_{of.value}", bind, left, tuple(given.values())))
+    found = launch(runs, f"causal_{of.value}", bind, left.values(), tuple(given.values()))
+    return Left(**dict(zip(left, found, strict=True)))
 
 
 def wide_key_gradients(
     spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
-) -> tuple[jax.Array, jax.Array]:
-    """dk and dv by passes that share a launch, and so what they read of the second cache. `arrays`
-    are those of DK."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """dk, dv and, with a decay, the flows of dk, [B, H, T up to a whole unit], by passes that share
+    a launch, and so what they read of the second cache. `arrays` are those of DK."""
     units = in_units(spec, dataclasses.replace(deal, heads=2 * deal.heads))
     runs = Runs(spec, units, Pass.DK, arrays, joined=True)
+    given = {name: array for name, array in arrays._asdict().items() if array is not None}
     left = [
         jax.ShapeDtypeStruct(arrays.reader.shape, BF16),
         jax.ShapeDtypeStruct(frame.shape_of_values(spec, deal.heads), BF16),
     ]
+    if spec.decay:
+        left.append(jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32))
 
     def bind(refs: Sequence[Any], own: Storage) -> list[Runs]:
-        *inputs, dk, dv = refs
-        of_keys = Arrays(*inputs)
-        v, g, q, states, vectors, k, inverse, _ = of_keys
-        of_values = Arrays(k, q, g, states, vectors, inverse=inverse)
+        of_keys = Arrays(**dict(zip(given, refs, strict=False)))
+        dk, dv, *flows = refs[len(given) :]
+        of_values = of_keys._replace(x=of_keys.reader, y=of_keys.p, p=of_keys.y, reader=None)
+        of_dk = Left(dk, flows=flows[0] if flows else None)
         return [
-            dataclasses.replace(runs, arrays=of_keys, left=Left(dk), own=own),
+            dataclasses.replace(runs, arrays=of_keys, left=of_dk, own=own),
             dataclasses.replace(runs, of=Pass.DV, arrays=of_values, left=Left(dv), own=own),
         ]
 
-    dk, dv = launch(runs, "causal_wide_key_gradients", bind, left, tuple(arrays))
-    return dk, dv
+    name = "causal_wide_key_gradients"
+    dk, dv, *flows = launch(runs, name, bind, left, tuple(given.values()))
+    return dk, dv, flows[0] if flows else None
 
 
 def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal) -> mosaic.Deal:
@@ -128,7 +138,7 @@ def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal) -> mosaic.Deal:
     return mosaic.Deal(spec.B, deal.heads, spec.T, UNIT * C, units, deal.most_blocks)
 
 
-def launch(runs: Runs, name: str, bind: Any, left: Sequence[Any], arrays: Any) -> Any:
+def launch(runs: Runs, name: str, bind: Any, left: Iterable[Any], arrays: Any) -> Any:
     parts = (MEMORY, memory), (FEATURES, features), (OWN, own_rows)
     program = mosaic.Program(ROLES, runs.storage(), parts, bind)
     return mosaic.launch(frame.name_of(name), program, runs.deal, tuple(left), arrays)

@@ -7,6 +7,9 @@ or, with what `wide_runs.py` leaves of each row, of queries, behind each run, by
 
     R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F],  phi'_i = phi(q_i) inverse_i
 
+With a decay or segments a row adds its part times a factor, and a chunk keeps a part of the sums
+ahead of it (`wide_factors.py`).
+
     memory    loads chunks of x and y, which are k and v or q and g, as slots come free
     sums      phi(x)^T [64, C] in registers, times 128 columns of y; where a run begins, stores the
               sums [64, 128] as they are by then
@@ -19,7 +22,7 @@ those in the middle.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +32,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
+from ato_jax.mosaic import (
+    BF16,
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    Array,
+    Buffer,
+    Item,
+    Ring,
+    Role,
+    Signal,
+    load,
+    multiply,
+)
+from ato_jax.mosaic.roles import playing
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -37,8 +55,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 RUN = 4  # chunks
 # Of keys, and of queries with their inverse and e: two blocks share a multiprocessor.
 STAGES, STAGES_OF_QUERIES = 4, 3
-SUMS, MEMORY = range(2)
-WARPGROUPS = 2
+REGISTERS = mosaic.REGISTERS // 4  # with more, a block has a multiprocessor to itself
+SUMS, MEMORY = Role("sums", REGISTERS), Role("memory", REGISTERS)
 COLUMNS = 2  # blocks of 64 values
 
 
@@ -76,6 +94,82 @@ def runs_of(spec: LinearAttentionSpec) -> int:
     return int(pl.cdiv(spec.T, RUN * C))
 
 
+class Roles(mosaic.Roles):
+    """With the registers of the launch: where they are dealt, it takes all of a multiprocessor."""
+
+    def play(self, role: Role, part: Callable[..., None]) -> None:
+        @pl.when(mosaic.group() == self.first(role))
+        def _() -> None:
+            token = playing.set(role)
+            try:
+                part()
+            finally:
+                playing.reset(token)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    x: Array  # [stages, C, 64]
+    y: Array  # [stages, COLUMNS, C, 64]
+    state: Array  # [COLUMNS, 64, 64]: the sums at the piece's start, then what is stored
+    rows: Array  # [stages, vectors, C] float32
+    chunks: Ring  # of x, y and rows
+    start_loaded: Signal
+    start_free: Signal
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The kernel: its arrays in global memory, and its storage. `deal` counts the parts of states
+    as heads. `rows` are numbers of each row, of queries inverse and e first; behind them, if
+    `has_keeps`, what a chunk keeps."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    own: Storage
+    of_queries: bool
+    has_keeps: bool
+    x: Any
+    y: Any
+    start: Any
+    start_vector: Any
+    rows: Sequence[Any]
+    states: Any
+    vectors: Any
+
+    @property
+    def values(self) -> int:
+        return self.spec.V // HALF
+
+    @property
+    def shares(self) -> int:
+        return int(pl.cdiv(self.values, COLUMNS))
+
+    def part_of(self, item: Item) -> Any:
+        return lax.rem(item.head, parts_of_state(self.spec))
+
+    def head_of(self, item: Item) -> Any:
+        return lax.div(item.head, parts_of_state(self.spec))
+
+    def block_of(self, item: Item) -> Any:
+        """Which 64 features are its own."""
+        return lax.div(self.part_of(item), self.shares)
+
+    def first_value(self, item: Item) -> Any:
+        """The first of its blocks of 64 values."""
+        share = lax.rem(self.part_of(item), self.shares)
+        return jnp.minimum(share * COLUMNS, self.values - COLUMNS)
+
+    def place_of(self, item: Item, chunk: Any) -> Any:
+        """Of a chunk as it is walked its number in memory, within the piece."""
+        return item.chunks - 1 - chunk if self.of_queries else chunk
+
+    def of_state(self, ref: Any, item: Item, number: Any, column: int) -> Any:
+        own = pl.ds(self.block_of(item) * HALF, HALF)
+        values = pl.ds((self.first_value(item) + column) * HALF, HALF)
+        return ref.at[item.batch, self.head_of(item), number, own, values]
+
+
 def wide_states(
     spec: LinearAttentionSpec,
     deal: mosaic.Deal,
@@ -84,6 +178,7 @@ def wide_states(
     y: jax.Array,
     start: tuple[jax.Array, jax.Array],
     of_rows: Sequence[jax.Array] = (),
+    keeps: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """[B, heads, runs, F, V] in bfloat16, and of each chunk [B, heads, 4 runs, F] in float32.
 
@@ -92,159 +187,165 @@ def wide_states(
       start: [B, heads, P or more, F, V] in bfloat16 and [B, heads, P or more, F] in float32, ahead
         of each piece as it is walked.
       of_rows: inverse and e of queries, [B, heads, T up to a whole chunk] in float32; they are
-        walked from the end. Of keys none.
+        walked from the end. Of keys none, or beside `keeps` what multiplies their features.
+      keeps: what a chunk keeps of the sums ahead of it, in each of its rows, as `of_rows`.
     """
-    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
-    parts, values = parts_of_state(spec), spec.V // HALF
-    shares = int(pl.cdiv(values, COLUMNS))
-    from_the_end = bool(of_rows)
-    heads = deal.heads
+    heads, of_queries = deal.heads, len(of_rows) == 2
     # Of two blocks on a multiprocessor one multiplies while the other one waits.
-    deal = dataclasses.replace(deal, heads=heads * parts, most_blocks=2 * deal.most_blocks)
-    stages = STAGES_OF_QUERIES if of_rows else STAGES
-    scratch = dict(
-        x_s=tiling.shared(stages, C, HALF),
-        y_s=tiling.shared(stages, COLUMNS, C, HALF),
-        state_s=tiling.shared(COLUMNS, HALF, HALF),
-        loaded=plgpu.Barrier(num_arrivals=1 + COLUMNS + len(of_rows), num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-        start_loaded=plgpu.Barrier(num_arrivals=COLUMNS),
-        start_free=plgpu.Barrier(num_arrivals=1),
-    )
-    if of_rows:
-        scratch["rows_s"] = plgpu.SMEM((stages, len(of_rows), C), F32)
+    blocks = 2 * deal.most_blocks
+    deal = dataclasses.replace(deal, heads=heads * parts_of_state(spec), most_blocks=blocks)
+    rows = [*of_rows, *([] if keeps is None else [keeps])]
 
-    def body(
-        x_ref: Any,
-        y_ref: Any,
-        start_ref: Any,
-        vector_ref: Any,
-        *refs: Any,
-        x_s: Any,
-        y_s: Any,
-        state_s: Any,
-        loaded: Any,
-        free: Any,
-        start_loaded: Any,
-        start_free: Any,
-        rows_s: Any = None,
-    ) -> None:
-        *row_refs, states_ref, vectors_ref = refs
-
-        def share_of(item: Item) -> tuple[Any, Any, Any]:
-            """Its head, its block of 64 features, and the first of its blocks of 64 values."""
-            part = lax.rem(item.head, parts)
-            first = jnp.minimum(lax.rem(part, shares) * COLUMNS, values - COLUMNS)
-            return lax.div(item.head, parts), lax.div(part, shares), first
-
-        def place_of(item: Item, chunk: Any) -> Any:
-            """Of a chunk as it is walked its number in memory, within the piece."""
-            return item.chunks - 1 - chunk if from_the_end else chunk
-
-        def of_state(ref: Any, item: Item, number: Any, column: int) -> Any:
-            head, block, first = share_of(item)
-            own = pl.ds(block * HALF, HALF), pl.ds((first + column) * HALF, HALF)
-            return ref.at[(item.batch, head, number, *own)]
-
-        def load_piece(item: Item) -> None:
-            head, block, first = share_of(item)
-
-            @pl.when(item.number > 0)
-            def _() -> None:
-                plgpu.barrier_wait(start_free)
-
-            for column in range(COLUMNS):
-                source = of_state(start_ref, item, item.piece, column)
-                plgpu.copy_gmem_to_smem(source, state_s.at[column], start_loaded)
-
-            def load_chunk(chunk: Any, _: None) -> None:
-                step, rows = item.before + chunk, item.rows(place_of(item, chunk))
-                slot = slot_of(step, stages)
-                mosaic.wait_until_free(free, step, stages)
-                source = tiling.part(x_ref, item, rows, head, block)
-                plgpu.copy_gmem_to_smem(source, x_s.at[slot], loaded.at[slot])
-                for column in range(COLUMNS):
-                    source = tiling.part(y_ref, item, rows, head, first + column)
-                    plgpu.copy_gmem_to_smem(source, y_s.at[slot, column], loaded.at[slot])
-                for number, ref in enumerate(row_refs):
-                    source = ref.at[item.batch, head, rows]
-                    plgpu.copy_gmem_to_smem(source, rows_s.at[slot, number], loaded.at[slot])
-
-            lax.fori_loop(0, item.chunks, load_chunk, None)
-
-        def sum_piece(item: Item) -> None:
-            head, block, _ = share_of(item)
-            of_block = pl.ds(block * HALF, HALF)
-            first_chunk = lax.div(item.first_row, C)
-
-            def mapped(x: jax.Array, slot: Any, place: Any) -> tuple[jax.Array, jax.Array]:
-                """phi(x) [HALF, C], and what the chunk adds to the vector."""
-                if not of_rows:
-                    phi = maps.transposed_keys(x, block * HALF if tiling.is_filled else 0)
-                    return phi, jnp.sum(phi.astype(F32), axis=1)
-                inverse, e = (load(rows_s.at[slot, number], OF_COLUMNS) for number in range(2))
-                phi = maps.unrounded(x) * mosaic.in_rows(inverse, HALF)
-                e = mosaic.in_rows(e, HALF)
-                if spec.T % C and not maps.slope_is_known:
-                    # Beyond the end g and e are 0, but phi(0) inverse may be large or not finite.
-                    here = mosaic.hidden_position(1) < spec.T - item.first_row - place * C
-                    phi, e = jnp.where(here, phi, 0.0), jnp.where(here, e, 0.0)
-                return mosaic.rounded(phi), -jnp.sum(phi * e, axis=1)
-
-            plgpu.barrier_wait(start_loaded)
-            sums = tuple(load(state_s.at[column]).astype(F32) for column in range(COLUMNS))
-            of_start = vector_ref.at[item.batch, head, item.piece, of_block]
-            # A mesh's axes belong to the type of what is loaded, but not to that of a sum.
-            vector = load(of_start, OF_ROWS, optimized=False) + 0.0
-
-            def sum_chunk(chunk: Any, carried: Any) -> Any:
-                sums, vector = carried
-                slot, place = slot_of(item.before + chunk, stages), place_of(item, chunk)
-                number = first_chunk + place
-                begins = lax.rem(place, RUN) == (RUN - 1 if from_the_end else 0)
-
-                @pl.when(begins | (chunk == 0))
-                def _() -> None:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    for column, own in enumerate(sums):
-                        state_s.at[column][...] = own.astype(BF16)
-                    plgpu.commit_smem()
-                    for column in range(COLUMNS):
-                        target = of_state(states_ref, item, lax.div(number, RUN), column)
-                        plgpu.copy_smem_to_gmem(state_s.at[column], target)
-
-                @pl.when(lax.rem(lax.rem(item.head, parts), shares) == 0)
-                def _() -> None:
-                    vectors_ref.at[item.batch, head, number, of_block][...] = vector
-
-                plgpu.barrier_wait(loaded.at[slot])
-                phi, added = mapped(mosaic.load_transposed(x_s.at[slot]), slot, place)
-                sums = multiply(
-                    *((own, [(phi, y_s.at[slot, column])]) for column, own in enumerate(sums))
-                )
-                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
-                plgpu.barrier_arrive(free.at[slot])
-                return tuple(sums), vector + added
-
-            lax.fori_loop(0, item.chunks, sum_chunk, (sums, vector))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(start_free)
-
-        @pl.when(mosaic.group() == MEMORY)
-        def _memory() -> None:
-            steps = deal.each(load_piece)
-            plgpu.barrier_wait(start_free)
-            mosaic.await_the_last(free, steps, stages)
-
-        @pl.when(mosaic.group() == SUMS)
-        def _sums() -> None:
-            deal.each(sum_piece)
-            plgpu.wait_smem_to_gmem(0)
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        x, y, start, start_vector, *own_rows, states, vectors = refs
+        arrays = x, y, start, start_vector, own_rows, states, vectors
+        return Walk(spec, deal, own, of_queries, keeps is not None, *arrays)
 
     runs = runs_of(spec)
     out_type = (
         jax.ShapeDtypeStruct((spec.B, heads, runs, spec.D, spec.V), BF16),
         jax.ShapeDtypeStruct((spec.B, heads, runs * RUN, spec.D), F32),
     )
-    arrays = x, y, *start, *of_rows
-    return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=WARPGROUPS)
+    roles, parts = Roles((SUMS, MEMORY)), ((MEMORY, memory), (SUMS, add_up))
+    program = mosaic.Program(roles, storage_of(spec, of_queries, len(rows)), parts, bind)
+    arrays = x, y, *start, *rows
+    found: tuple[jax.Array, jax.Array] = mosaic.launch(
+        frame.name_of(name), program, deal, out_type, arrays
+    )
+    return found
+
+
+def storage_of(spec: LinearAttentionSpec, of_queries: bool, vectors: int) -> Storage:
+    tiling, stages = frame.tiling(spec), STAGES_OF_QUERIES if of_queries else STAGES
+    x = Buffer(tiling.shared(stages, C, HALF))
+    y = Buffer(tiling.shared(stages, COLUMNS, C, HALF), copies=COLUMNS)
+    state = Buffer(tiling.shared(COLUMNS, HALF, HALF), copies=COLUMNS)
+    rows = Buffer(plgpu.SMEM((stages, vectors, C), F32), copies=vectors) if vectors else None
+    return Storage(
+        x=x,
+        y=y,
+        state=state,
+        rows=rows,
+        chunks=Ring.of(stages, (x, y, rows), (SUMS,)),
+        start_loaded=Signal((state,)),
+        start_free=Signal((SUMS,)),
+    )
+
+
+def memory(walk: Walk) -> None:
+    steps = walk.deal.each(lambda item: load_piece(walk, item))
+    walk.own.start_free.wait()
+    walk.own.chunks.drain(steps)
+
+
+def load_piece(walk: Walk, item: Item) -> None:
+    own, tiling, head = walk.own, frame.tiling(walk.spec), walk.head_of(item)
+    block, first = walk.block_of(item), walk.first_value(item)
+    pl.when(item.number > 0)(own.start_free.wait)
+    for column in range(COLUMNS):
+        source = walk.of_state(walk.start, item, item.piece, column)
+        plgpu.copy_gmem_to_smem(source, own.state.at[column], own.start_loaded.barrier)
+
+    def load_chunk(chunk: Any, _: None) -> None:
+        step, rows = item.before + chunk, item.rows(walk.place_of(item, chunk))
+        slot = own.chunks.slot(step)
+        loaded = own.chunks.produced.at[slot]
+        own.chunks.acquire(step)
+        source = tiling.part(walk.x, item, rows, head, block)
+        plgpu.copy_gmem_to_smem(source, own.x.at[slot], loaded)
+        for column in range(COLUMNS):
+            source = tiling.part(walk.y, item, rows, head, first + column)
+            plgpu.copy_gmem_to_smem(source, own.y.at[slot, column], loaded)
+        for number, ref in enumerate(walk.rows):
+            source = ref.at[item.batch, head, rows]
+            plgpu.copy_gmem_to_smem(source, own.rows.at[slot, number], loaded)
+
+    lax.fori_loop(0, item.chunks, load_chunk, None)
+
+
+def add_up(walk: Walk) -> None:
+    walk.deal.each(lambda item: sum_piece(walk, item))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def map_keys(walk: Walk, item: Item, x: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
+    """phi(k) [64, C], and what the chunk adds to the vector."""
+    maps = feature_maps.features(walk.spec)
+    first = walk.block_of(item) * HALF if frame.tiling(walk.spec).is_filled else 0
+    if not walk.rows:
+        phi = maps.transposed_keys(x, first)
+        return phi, jnp.sum(phi.astype(F32), axis=1)
+    factor = mosaic.in_rows(load(walk.own.rows.at[slot, 0], OF_COLUMNS), HALF)
+    phi = maps.unrounded_transposed_keys(x, first) * factor
+    if not maps.slope_is_known:
+        # Beyond the end the factor is 0, but phi(0) need not be finite.
+        phi = jnp.where(factor > 0, phi, 0.0)
+    phi = mosaic.rounded(phi)
+    return phi, jnp.sum(phi.astype(F32), axis=1)
+
+
+def map_queries(
+    walk: Walk, item: Item, x: jax.Array, slot: Any, place: Any
+) -> tuple[jax.Array, jax.Array]:
+    """phi' [64, C], and what the chunk adds to the vector."""
+    spec, maps = walk.spec, feature_maps.features(walk.spec)
+    inverse, e = (load(walk.own.rows.at[slot, number], OF_COLUMNS) for number in range(2))
+    phi = maps.unrounded(x) * mosaic.in_rows(inverse, HALF)
+    e = mosaic.in_rows(e, HALF)
+    if spec.T % C and not maps.slope_is_known:
+        # Beyond the end g and e are 0, but phi(0) inverse may be large or not finite.
+        here = mosaic.hidden_position(1) < spec.T - item.first_row - place * C
+        phi, e = jnp.where(here, phi, 0.0), jnp.where(here, e, 0.0)
+    return mosaic.rounded(phi), -jnp.sum(phi * e, axis=1)
+
+
+def sum_piece(walk: Walk, item: Item) -> None:
+    own, head = walk.own, walk.head_of(item)
+    of_block = pl.ds(walk.block_of(item) * HALF, HALF)
+    first_chunk = lax.div(item.first_row, C)
+    own.start_loaded.wait()
+    sums = tuple(load(own.state.at[column]).astype(F32) for column in range(COLUMNS))
+    of_start = walk.start_vector.at[item.batch, head, item.piece, of_block]
+    # A mesh's axes belong to the type of what is loaded, but not to that of a sum.
+    vector = load(of_start, OF_ROWS, optimized=False) + 0.0
+
+    def sum_chunk(chunk: Any, carried: Any) -> Any:
+        sums, vector = carried
+        place = walk.place_of(item, chunk)
+        slot, number = own.chunks.slot(item.before + chunk), first_chunk + place
+        begins = lax.rem(place, RUN) == (RUN - 1 if walk.of_queries else 0)
+        pl.when(begins | (chunk == 0))(lambda: store_sums(walk, item, lax.div(number, RUN), sums))
+
+        @pl.when(lax.rem(walk.part_of(item), walk.shares) == 0)
+        def _() -> None:
+            walk.vectors.at[item.batch, head, number, of_block][...] = vector
+
+        own.chunks.produced.wait(slot)
+        x = mosaic.load_transposed(own.x.at[slot])
+        if walk.of_queries:
+            phi, added = map_queries(walk, item, x, slot, place)
+        else:
+            phi, added = map_keys(walk, item, x, slot)
+        if walk.has_keeps:
+            keep = own.rows[slot, len(walk.rows) - 1, 0]
+            sums, vector = tuple(part * keep for part in sums), vector * keep
+        sums = multiply(
+            *((part, [(phi, own.y.at[slot, column])]) for column, part in enumerate(sums))
+        )
+        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        own.chunks.consumed.arrive(slot)
+        return tuple(sums), vector + added
+
+    lax.fori_loop(0, item.chunks, sum_chunk, (sums, vector))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    own.start_free.arrive()
+
+
+def store_sums(walk: Walk, item: Item, run: Any, sums: Sequence[jax.Array]) -> None:
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for column, part in enumerate(sums):
+        walk.own.state.at[column][...] = part.astype(BF16)
+    plgpu.commit_smem()
+    for column in range(COLUMNS):
+        target = walk.of_state(walk.states, item, run, column)
+        plgpu.copy_smem_to_gmem(walk.own.state.at[column], target)

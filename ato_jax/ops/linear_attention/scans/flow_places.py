@@ -13,7 +13,13 @@ import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.scans.chunks import C, Cut, OfPiece
+from ato_jax.ops.linear_attention.scans.chunks import (
+    CHUNKS_OF_RUN,
+    TILE_COLUMNS,
+    C,
+    Cut,
+    OfPiece,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # By the decay: Y is known ahead of each chunk of a piece whose number this divides; powers of two.
@@ -53,8 +59,10 @@ class Known(NamedTuple):
 
 
 def spacing(spec: LinearAttentionSpec) -> int:
+    """Of heads that are walked in runs the chunks of one."""
     assert spec.decay is not None
-    return SPACING[spec.decay]
+    in_runs = max(spec.D, spec.V) > TILE_COLUMNS
+    return CHUNKS_OF_RUN if in_runs else SPACING[spec.decay]
 
 
 def is_kept(spec: LinearAttentionSpec, chunk: Any) -> Any:

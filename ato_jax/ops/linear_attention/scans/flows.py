@@ -73,8 +73,6 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # A program multiplies so many numbers of a state at once; a tile of steps has so many heads.
 NUMBERS, MOST_HEADS, WARPS, KNOWN_WARPS = 8192, 16, 4, 8
-# Beside segments a tile of steps has fewer heads, because each head's sums take C times C numbers.
-MOST_HEADS_OF_SEGMENTS = 2
 
 
 def decay_flows(
@@ -96,11 +94,9 @@ def decay_flows(
       decay: a decay per step as it was given, [B, T, H] or [B, H, T].
       borders: of the sequence that `deal` cuts; `NO_BORDERS` without segments.
     """
-    if launch.no_triton is not None:
-        known = flows_by_xla.known(spec, deal, gates, queries, keys, of_start, borders)
-        return flows_by_xla.of_steps(spec, deal, gates, queries, keys, known, decay, borders)
-    known = _known(spec, deal, gates, queries, keys, of_start, borders)
-    return _of_steps(spec, deal, gates, queries, keys, known, decay, borders)
+    first_pass = _known if launch.no_triton is None else flows_by_xla.known
+    known = first_pass(spec, deal, gates, queries, keys, of_start, borders)
+    return of_steps(spec, deal, gates, queries, keys, known, decay, borders)
 
 
 def decay_flows_in_pieces(
@@ -257,7 +253,7 @@ def _known(
     return Known(*found)
 
 
-def _of_steps(
+def of_steps(
     spec: LinearAttentionSpec,
     deal: Cut,
     gates: jax.Array,
@@ -268,10 +264,12 @@ def _of_steps(
     borders: OfSequence,
 ) -> jax.Array:
     """The second pass; a program has a chunk of some heads."""
+    if launch.no_triton is not None:
+        return flows_by_xla.of_steps(spec, deal, gates, queries, keys, known, decay, borders)
     parts, B, H, length = queries.flows.shape
     count = length // C
     is_cut = borders.chunks is not None
-    heads = min(MOST_HEADS_OF_SEGMENTS if is_cut else MOST_HEADS, pl.next_power_of_2(H))
+    heads = min(MOST_HEADS, pl.next_power_of_2(H))
     blocks = pl.cdiv(H, heads)
 
     def kernel(
@@ -285,7 +283,7 @@ def _of_steps(
         *refs: Any,
     ) -> None:
         *given, flows_ref = refs
-        begins_ref, chunks_ref = (given.pop(0), given.pop(0)) if is_cut else (None, None)
+        begun_ref, chunks_ref = (given.pop(0), given.pop(0)) if is_cut else (None, None)
         chunk, of_batch = pl.program_id(0) % count, pl.program_id(0) // count
         batch = of_batch // blocks
         head = of_batch % blocks * heads + jnp.arange(heads, dtype=jnp.int32)
@@ -332,12 +330,17 @@ def _of_steps(
             for row in (C // 2 - 1, C - 1)
         )
         crossing = jnp.where(is_steep(spec, middle, last), jnp.sum(reads, axis=1), crossing)
-        if begins_ref is not None and chunks_ref is not None:
-            begins = plgpu.load(begins_ref.at[batch, rows])  # [C]
-            reads_of = plgpu.load(chunks_ref.at[batch, chunk, jnp.int32(0)])
-            is_ahead = jnp.arange(C, dtype=jnp.int32) < reads_of  # of the chunk's first border
-            found = restarts.in_chunk(passing, begins) + of_rows(inside_ref)
-            found += jnp.where(is_ahead[None, :], crossing[:, None], 0.0)
+        if begun_ref is not None:
+            begun = plgpu.load(begun_ref.at[batch, rows])[None, :]  # [1, C]
+            count_of_borders = plgpu.load(begun_ref.at[batch, chunk * C + (C - 1)])
+
+            def add_segment(number: Any, found: jax.Array) -> jax.Array:
+                own = jnp.where(begun == number, passing, 0.0)
+                return found + jnp.where(begun == number, lax.cumsum(own, axis=1) - own, 0.0)
+
+            # Ahead of the first border, where there are such rows.
+            found = jnp.where(begun == 0, crossing[:, None], 0.0) + of_rows(inside_ref)
+            found = lax.fori_loop(0, count_of_borders + 1, add_segment, found)
         else:
             found = lax.cumsum(passing, axis=1) - passing + of_rows(inside_ref) + crossing[:, None]
         exist &= (rows < spec.T)[None, :]
@@ -352,7 +355,7 @@ def _of_steps(
         plgpu.store(flows_ref.at[(batch, *of_decay)], found, mask=exist)
 
     shape = (B, H, count) if decay is None else decay.shape
-    given = [borders.begins, borders.chunks] if is_cut else []
+    given = [borders.begun, borders.chunks] if is_cut else []
     given += [] if decay is None else [decay]
     return pallas_call(
         kernel,

@@ -39,8 +39,7 @@ def known(
 ) -> Known:
     assert queries.kv is not None and keys.k_sum is not None
     _, B, H, length = queries.flows.shape
-    count, in_piece, of_piece = length // C, deal.rows // C, places_of_piece(spec, deal)
-    of_place = spacing(spec)
+    count = length // C
     first = chunk_of(spec, deal, np.arange(places(spec, deal)))  # of each place
     inner = np.minimum(first, count - 1)[1:]  # where there is a chunk, else never read
     rows = gates.reshape(B, H, count, C)
@@ -65,6 +64,15 @@ def known(
     crossing = jnp.concatenate([start[..., None], crossing], axis=2)
 
     passing = (keys.flows - jnp.sum(queries.flows, axis=0)).reshape(B, H, count, C)
+    return Known(crossing, *between_places(spec, deal, passing, borders))
+
+
+def between_places(
+    spec: LinearAttentionSpec, deal: Cut, passing: jax.Array, borders: OfSequence
+) -> tuple[jax.Array, jax.Array]:
+    """`before` and `between` of `Known`, of A - R [B, H, chunks, C]."""
+    B, H, count, _ = passing.shape
+    in_piece, of_piece, of_place = deal.rows // C, places_of_piece(spec, deal), spacing(spec)
     missing = deal.pieces * in_piece - count
     whole_places = ((0, 0), (0, 0), (0, 0), (0, of_piece * of_place - in_piece))
 
@@ -82,10 +90,10 @@ def known(
         reads, adds = (borders.chunks[:, None, :, one] for one in range(2))
         ahead, behind = restarts.at_ends(passing, reads, adds)
         before = in_chunks(restarts.over_chunks(in_places(behind), in_places(reads < C)))
-        return Known(crossing, before, before + ahead)
+        return before, before + ahead
     of_chunks = in_places(jnp.sum(passing, axis=3))
     before = in_chunks(jnp.cumsum(of_chunks, axis=4) - of_chunks)
-    return Known(crossing, before, jnp.sum(of_chunks, axis=4).reshape(B, H, -1))
+    return before, jnp.sum(of_chunks, axis=4).reshape(B, H, -1)
 
 
 def of_steps(

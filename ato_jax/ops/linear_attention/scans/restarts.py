@@ -14,8 +14,8 @@ Where F at the last end differs from that sum, the difference is spread evenly o
 chunks, counted from the one with the first end to the one with the last end. No sum and no
 difference of one segment is carried into another.
 
-Both the Triton kernels and XLA call these functions. Rows, chunks and their numbers lie along the
-last axis of each array.
+Both the Triton kernels and XLA call these functions, but for `in_chunk`, which is XLA's. Rows,
+chunks and their numbers lie along the last axis of each array.
 """
 
 from __future__ import annotations

@@ -1,0 +1,153 @@
+"""Decays and segments beside heads of 129 to 256 columns by the Hopper kernels: interpreted beside
+the float64 reference, with borders at the edges of chunks, runs and pieces and within them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_linear_channel as channel
+from test_linear_mosaic import OP, PLAIN, against_the_reference, draw, options_of
+from test_mosaic_lengths import decay_of
+
+import ato_jax
+from ato_jax import mosaic
+from ato_jax.ops.linear_attention.mosaic_gpu import wide_causal, wide_factors
+from ato_jax.ops.linear_attention.scans import borders, gates
+from tests import numerics
+from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+
+# Rows of each segment. A run has 256 rows, and a chunk 64.
+SEGMENTS = {
+    "edges": (256, 64, 192, 128),
+    "some": (40, 1, 23, 100, 36, 60, 380),
+    "one": (640,),
+    "late": (520, 10, 1, 109),
+    "short": (*(1,) * 70, *(3,) * 100, 270),
+}
+
+
+def ids_of(T: int, *names: str) -> jax.Array:
+    """[B, T]: a batch entry for each name."""
+    rows = [np.repeat(np.arange(len(SEGMENTS[name])), SEGMENTS[name])[:T] for name in names]
+    return jnp.asarray(np.stack(rows))
+
+
+@newest
+@pytest.mark.usefixtures("stored_twice")
+@pytest.mark.parametrize(
+    "D, T, H, layout, names, decay, given, options",
+    [
+        (192, 320, 1, "bthd", ("some", "edges"), None, True, {}),
+        (160, 520, 1, "bhtd", ("late",), None, False, {"feature_map": "silu"} | PLAIN),
+        (192, 320, 2, "bhtd", None, "step", True, {}),
+        (144, 520, 1, "bthd", None, "head", False, {"feature_map": "exp"}),
+        (192, 576, 1, "bthd", ("late", "some"), "step", True, {}),
+        (160, 328, 1, "bhtd", ("short",), "step", False, {"feature_map": "silu"} | PLAIN),
+    ],
+)
+def test_beside_the_reference(
+    D: int,
+    T: int,
+    H: int,
+    layout: str,
+    names: tuple[str, ...] | None,
+    decay: str | None,
+    given: bool,
+    options: dict[str, Any],
+) -> None:
+    """Some calls take a state, and return that of the last segment. Where a segment begins, nothing
+    is left to decay."""
+    B = len(names or "1")
+    options = options_of(B, H, layout, given, D) | options
+    if names is not None:
+        options["segment_ids"] = ids_of(T, *names)
+    if decay is not None:
+        options["decay"] = decay_of(decay, B, T, H, layout)
+    wanted = numerics.oracle(OP, *draw(B, T, H, H, layout, D=D), causal=True, **options)
+    configs = dict.fromkeys(("forward_config", "backward_config"), {"pieces": 2, "blocks": 3})
+    with ato_jax.interpret():
+        found = numerics.run_backends(
+            "mosaic_gpu", "mosaic_gpu", wanted, device=channel.GPU, **configs
+        )
+    numerics.compare(found, wanted)
+    if names is not None and decay == "step":
+        ids = options["segment_ids"]
+        begins = np.diff(ids, axis=1, prepend=0 if given else -1) != 0
+        of_steps = found["ddecay"] if layout == "bthd" else jnp.swapaxes(found["ddecay"], 1, 2)
+        assert begins.any() and not np.any(np.asarray(of_steps)[begins])
+
+
+@newest
+@pytest.mark.usefixtures("stored_twice")
+def test_groups_share_a_decay() -> None:
+    """Of the forward pass alone: with gradients H is G."""
+    options = {"segment_ids": ids_of(320, "some"), "decay": decay_of("step", 1, 320, 1, "bthd")}
+    wanted = numerics.oracle(OP, *draw(1, 320, 2, 1, D=144), causal=True, **options)
+    against_the_reference("mosaic_gpu", "triton", wanted)
+
+
+@newest
+@pytest.mark.usefixtures("stored_twice")
+@pytest.mark.parametrize("T, strength, is_steep", [(136, 3.0, False), (144, 40.0, True)])
+def test_steep_chunks_are_the_next_backends(
+    T: int, strength: float, is_steep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward every decay is exact; the gradients of a call with a steep chunk are Triton's."""
+    taken = []
+    run = wide_causal.unless_steep
+
+    def told(gates: Any, *others: Any) -> Any:
+        rows = gates.reshape(-1, 64)
+        steep = wide_causal.frame.is_steep(others[2], rows[:, 31], rows[:, 63])
+        jax.debug.callback(lambda found: taken.append(bool(found)), jnp.any(steep))
+        return run(gates, *others)
+
+    monkeypatch.setattr(wide_causal, "unless_steep", told)
+    decay = decay_of("step", 1, T, 1, "bthd") * strength
+    wanted = numerics.oracle(OP, *draw(1, T, 1, 1, D=144), causal=True, decay=decay)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+    assert taken == [is_steep]
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+@pytest.mark.parametrize("T", [600, 640])
+@pytest.mark.parametrize("decay", [None, "step"])
+def test_factors(name: str, T: int, decay: str | None) -> None:
+    """What each row reads, adds and sees is made of the decays between two rows."""
+    spec: Any = types.SimpleNamespace(B=1, T=T, S=T, G=1, layout="bthd", decay=decay)
+    ids = ids_of(T, name)
+    steps = jnp.where(borders.are_borders(ids)[..., None], 0.0, decay_of("step", 1, T, 1, "bthd"))
+    with ato_jax.interpret():
+        of_borders = borders.of_sequence(spec, mosaic.Deal(1, 1, T, 512, 2, 1), ids)
+        sums = gates.of_steps(spec, steps) if decay else None
+    found = wide_factors.factors_of(spec, sums, of_borders)
+    assert found is not None and found.first is not None and found.last is not None
+    log = np.cumsum(np.asarray(steps)[0, :, 0], dtype=np.float64) if decay else np.zeros(T)
+    own = np.asarray(ids)[0]
+
+    def left(i: int, j: int) -> float:
+        """What row i sees of row j, or of what is ahead of row 0."""
+        if own[i] != own[max(j, 0)]:
+            return 0.0
+        return float(np.exp(log[i] - (log[j] if j >= 0 else 0.0)))
+
+    for i in range(T):
+        run, chunk = i // 256 * 256, i // 64 * 64
+        end, last = min(T, chunk + 64) - 1, min(T, run + 256) - 1
+        at = 0, 0, i
+        assert found.reads[at] == pytest.approx(left(i, run - 1), rel=1e-5, abs=1e-30)
+        assert found.reads_of_chunk[at] == pytest.approx(left(i, chunk - 1), rel=1e-5, abs=1e-30)
+        assert found.adds[at] == pytest.approx(left(end, i), rel=1e-5, abs=1e-30)
+        assert found.keeps[at] == pytest.approx(left(end, chunk - 1), rel=1e-5, abs=1e-30)
+        if last + 1 < T:
+            behind = left(last, i) if own[last] == own[last + 1] else 0.0
+            assert found.reads_behind[at] == pytest.approx(behind, rel=1e-5, abs=1e-30)
+        seen = np.flatnonzero(own[run : i + 1] == own[i]) + run
+        assert max(int(found.first[0, i]), run) == seen[0]
+        later = np.flatnonzero(own[i : last + 1] == own[i]) + i
+        assert min(int(found.last[0, i]), last) == later[-1]
