@@ -9,16 +9,16 @@ i, also with a decay for each head, each step, or each step and channel (`causal
 says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
-float32; causal, or with segments, also D = V = 64, two heads side by side; without a decay and
-without segments also D = V = 192 and 256; other multiples of 16 from 80 on, and of 8 from 16 to 56
-where causal or with segments, fill one of these tiles in part, and so does the smaller of D and V
-where segments are causal; with gates of channels those are multiples of 16, too (`narrow.py`), and
-heads above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal
-heads with D up to 128 (`value_blocks.py`). Up to 128 columns kernels also take float16,
-causal or without a decay and segments, but no gates of channels: sums and weights have units
-(`mosaic/scales.py`) and features powers of two (`powers.py`), or are shares and means
-(`whole_units.py`). Kernels of their own take float32 of
-up to 128 columns, D = V = 64 included (`float32.py`, `float32_causal.py`).
+float32; causal, or with segments, also D = V = 64, two heads side by side; causal, or without a
+decay and without segments, also D = V = 192 and 256 (`wide_*.py`); other multiples of 16 from 80
+on, and of 8 from 16 to 56 where causal or with segments, fill one of these tiles in part, and so
+does the smaller of D and V where segments are causal; with gates of channels those are multiples of
+16, too (`narrow.py`), and heads above 128 columns are cut into blocks (`channel_blocks.py`), as
+values alone are of causal heads with D up to 128 (`value_blocks.py`). Up to 128 columns kernels
+also take float16, causal or without a decay and segments, but no gates of channels: sums and
+weights have units (`mosaic/scales.py`) and features powers of two (`powers.py`), or are shares and
+means (`whole_units.py`). Kernels of their own take float32 of up to 128 columns, D = V = 64
+included (`float32.py`, `float32_causal.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
 every query sees every key, gradients are made without such arrays (`projected_whole.py`).
