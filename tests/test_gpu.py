@@ -422,9 +422,7 @@ def test_wide_heads(dtype: str, precision: str | None, D: int, times: int) -> No
         lambda array: jnp.tile(array, (times, *(1,) * (array.ndim - 1))),
         (qkv, wanted.cotangents),
     )
-    found = numerics.run(
-        "attention", "triton.wide", *repeated, cotangents=cotangents, **options
-    )
+    found = numerics.run("attention", "triton.wide", *repeated, cotangents=cotangents, **options)
     numerics.compare({name: array[-2:] for name, array in found.items()}, wanted)
     for array in found.values():
         assert bool(jnp.all(array.reshape(times, -1) == array[:2].reshape(-1)))
@@ -529,9 +527,7 @@ def needs_hopper() -> None:
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
-def test_mosaic_gpu(
-    B: int, T: int, H: int, G: int, D: int, layout: str, scale: float
-) -> None:
+def test_mosaic_gpu(B: int, T: int, H: int, G: int, D: int, layout: str, scale: float) -> None:
     """What is chosen where no backend is named; of groups with wide heads the gradients are
     Triton's."""
     needs_hopper()
@@ -990,9 +986,9 @@ def test_causal_segments_of_mosaic_gpu(
         (1, LONG, 2, 2, 64, "head", 1024, {"normalize": False, "feature_map": "identity"}),
         (1, LONG, 4, 4, 64, "step", 1024, {"dtype": "float16"}),
         (2, 9000, 4, 4, 256, "step", 200, {}),
-        (2, 7000, 4, 4, 160, "head", 200, {"layout": "bhtd", "feature_map": "exp"}),
+        (2, 7000, 4, 4, 160, "step", 200, {"layout": "bhtd", "feature_map": "exp"}),
         (2, 9000, 4, 4, 192, "strong", 200, {"normalize": False}),
-        (1, LONG, 2, 2, 256, "head", 1024, {}),
+        (1, LONG, 2, 2, 256, "step", 1024, {}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -1177,9 +1173,7 @@ def test_states_of_mosaic_gpu(causal: bool, D: int, normalize: bool) -> None:
 @pytest.mark.parametrize(
     "name, scale", [("head", 1.0), ("step", 1.0), ("mild", 1.0), ("mild", 30.0)]
 )
-@pytest.mark.parametrize(
-    "B, G, D", [(2, 2, 128), (2, 4, 128), (4, 4, 64), (4, 2, 64), (3, 4, 96), (2, 4, 256)]
-)
+@pytest.mark.parametrize("B, G, D", [(2, 2, 128), (2, 4, 128), (4, 4, 64), (4, 2, 64), (3, 4, 96)])
 @pytest.mark.usefixtures("linear_time_oracle")
 def test_gates_of_mosaic_gpu(
     name: str, scale: float, B: int, G: int, D: int, normalize: bool
@@ -1191,6 +1185,22 @@ def test_gates_of_mosaic_gpu(
     explained = ato_jax.explain("linear_attention", *qkv, **options)
     assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
     check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    "name, T, D, scale",
+    [("step", 9000, 256, 1.0), ("mild", 9000, 192, 30.0), ("mild", 136, 144, 1.0)],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_gates_of_wide_heads_of_mosaic_gpu(
+    name: str, T: int, D: int, scale: float, normalize: bool
+) -> None:
+    needs_hopper()
+    qkv = arrays("bfloat16", B=2, T=T, H=4, G=4, D=D, scale=scale)
+    options = linear_options(name, 2, T, D, G=4) | {"normalize": normalize}
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
 
 
 @of_mosaic_gpu
@@ -1891,15 +1901,9 @@ def test_without_a_name_the_fastest_is_chosen(
         (1000, 128, 128, 4, "step", 0.01, "bhtd", False),
         (2048, 128, 128, 128, "step", 0.01, "bthd", False),  # two slices of v in a block
         # Marked, since "channel" alone names linear attention's gates to the receipt.
-        pytest.param(
-            1037, 128, 128, 4, "channel", 50.0, "bthd", True, marks=of_mosaic_delta_rule
-        ),
-        pytest.param(
-            4096, 64, 192, 4, "channel", 0.01, "bhtd", False, marks=of_mosaic_delta_rule
-        ),
-        pytest.param(
-            2048, 128, 128, 64, "channel", 1.0, "bthd", False, marks=of_mosaic_delta_rule
-        ),
+        pytest.param(1037, 128, 128, 4, "channel", 50.0, "bthd", True, marks=of_mosaic_delta_rule),
+        pytest.param(4096, 64, 192, 4, "channel", 0.01, "bhtd", False, marks=of_mosaic_delta_rule),
+        pytest.param(2048, 128, 128, 64, "channel", 1.0, "bthd", False, marks=of_mosaic_delta_rule),
     ],
 )
 def test_the_delta_rule_by_mosaic_gpu(

@@ -3,6 +3,7 @@ the float64 reference, with borders at the edges of chunks, runs and pieces and 
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any
 
@@ -16,6 +17,7 @@ from test_mosaic_lengths import decay_of
 
 import ato_jax
 from ato_jax import mosaic
+from ato_jax.ops.linear_attention import mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import wide_causal, wide_factors
 from ato_jax.ops.linear_attention.scans import borders, gates
 from tests import numerics
@@ -45,7 +47,9 @@ def ids_of(T: int, *names: str) -> jax.Array:
         (192, 320, 1, "bthd", ("some", "edges"), None, True, {}),
         (160, 520, 1, "bhtd", ("late",), None, False, {"feature_map": "silu"} | PLAIN),
         (192, 320, 2, "bhtd", None, "step", True, {}),
-        (144, 520, 1, "bthd", None, "head", False, {"feature_map": "exp"}),
+        (144, 520, 1, "bthd", None, "step", False, {"feature_map": "exp"}),
+        (144, 264, 1, "bthd", None, "strong", False, {}),
+        (176, 136, 1, "bthd", None, "step", False, {"feature_map": "identity"} | PLAIN),
         (192, 576, 1, "bthd", ("late", "some"), "step", True, {}),
         (160, 328, 1, "bhtd", ("short",), "step", False, {"feature_map": "silu"} | PLAIN),
     ],
@@ -67,7 +71,7 @@ def test_beside_the_reference(
     if names is not None:
         options["segment_ids"] = ids_of(T, *names)
     if decay is not None:
-        options["decay"] = decay_of(decay, B, T, H, layout)
+        options["decay"] = decay_of("step", B, T, H, layout) * (5 if decay == "strong" else 1)
     wanted = numerics.oracle(OP, *draw(B, T, H, H, layout, D=D), causal=True, **options)
     configs = dict.fromkeys(("forward_config", "backward_config"), {"pieces": 2, "blocks": 3})
     with ato_jax.interpret():
@@ -75,7 +79,7 @@ def test_beside_the_reference(
             "mosaic_gpu", "mosaic_gpu", wanted, device=channel.GPU, **configs
         )
     numerics.compare(found, wanted)
-    if names is not None and decay == "step":
+    if names is not None and decay is not None:
         ids = options["segment_ids"]
         begins = np.diff(ids, axis=1, prepend=0 if given else -1) != 0
         of_steps = found["ddecay"] if layout == "bthd" else jnp.swapaxes(found["ddecay"], 1, 2)
@@ -112,6 +116,41 @@ def test_steep_chunks_are_the_next_backends(
     wanted = numerics.oracle(OP, *draw(1, T, 1, 1, D=144), causal=True, decay=decay)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
     assert taken == [is_steep]
+
+
+@newest
+@pytest.mark.usefixtures("stored_twice")
+@pytest.mark.parametrize("strength", [1.0, 40.0])
+def test_under_vmap(strength: float) -> None:
+    """The arrays become a larger batch, so that the branch on steep chunks stays one."""
+    decay = decay_of("step", 2, 136, 1, "bthd") * strength
+    arrays = (*draw(2, 136, 1, 1, D=144), decay)
+
+    def gradients(*arrays: jax.Array, implementation: str = "mosaic_gpu") -> Any:
+        def loss(q: Any, k: Any, v: Any, decay: Any) -> Any:
+            options: Any = {"decay": decay, "implementation": implementation}
+            out = ato_jax.linear_attention(q, k, v, causal=True, **options)
+            return jnp.sum(out.astype(jnp.float32) * jnp.arange(144))
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(*arrays)
+
+    with ato_jax.interpret():
+        found = jax.vmap(gradients)(*(x[:, None] for x in arrays))
+    wanted = gradients(*(x.astype(jnp.float32) for x in arrays), implementation="xla")
+    for own, exact in zip(found, wanted, strict=True):
+        error = jnp.linalg.norm((own[:, 0] - exact).ravel())
+        assert error < 1e-2 * jnp.linalg.norm(exact.ravel())
+
+
+def test_gradients_of_a_decay_per_head_are_the_next_backends() -> None:
+    arrays = draw(1, 64, 1, 1, D=256)
+    request, _ = numerics.prepare(OP, *arrays, causal=True, decay=decay_of("head", 1, 64, 1, ""))
+    spec = dataclasses.replace(request.spec, T=2**17, S=2**17)
+    assert mosaic_gpu.unsupported(spec, "forward") is None
+    reason = mosaic_gpu.unsupported(spec, "backward")
+    assert reason and "gradients of a decay per head with more than 128 columns" in reason
+    assert mosaic_gpu.beats_later_backends(spec, channel.GPU, False)
+    assert not mosaic_gpu.beats_later_backends(spec, channel.GPU, True)
 
 
 @pytest.mark.parametrize("name", SEGMENTS)

@@ -136,7 +136,7 @@ def unless_steep(
     cotangents: Outputs,
 ) -> Inputs:
     """The gradients by `run`, or, where a chunk is steep, by `fallback`: there each term of a
-    decay's gradient may be far larger than their sum. Under `vmap` both run.
+    decay's gradient may be far larger than their sum.
 
     Args:
       gates: the prefix sums of the decays in each chunk, [B, G, T up to a whole chunk].

@@ -262,8 +262,9 @@ def write_query_gradient(
         own_sums = sums_of_seen(runs, item, mine.chunk)
         left = weights_of(runs, mosaic.zeros(C, C) + 1.0, mine, mine.chunk, own_sums)
         for part in seen:
-            part[...] = left.astype(BF16)
-            left = left - left.astype(BF16).astype(F32)
+            rounded = mosaic.rounded(left)
+            part[...] = rounded
+            left = left - rounded.astype(F32)
         plgpu.commit_smem()
     reads = of_own(runs, item, runs.arrays.reads_of_chunk)
 
@@ -301,7 +302,7 @@ def write_query_gradient(
         own_q, phi = features_of(block)
         if runs.left.flows is not None:
             # As keys see the features: rounded.
-            flows = flows + jnp.sum((phi * inverse).astype(BF16).astype(F32) * dq, axis=1)
+            flows = flows + jnp.sum(mosaic.rounded(phi * inverse).astype(F32) * dq, axis=1)
         waiting.append((block, (dq * inverse * maps.slope_of(own_q, phi)).astype(BF16)))
         while len(waiting) >= len(seen) or waiting and block + 1 == runs.blocks:
             done, dq = waiting.pop(0)
