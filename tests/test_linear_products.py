@@ -312,7 +312,10 @@ def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> N
             wanted = "xla.products" if causal and "decay" in gated else "triton"
             found = backends(D=64, dtype="float32", causal=causal, **gated)
             assert found == ["triton", wanted, wanted]
-            assert backends(D=192, causal=causal, **gated) == ["triton"] * 3
+    for gated in every_gate:
+        assert backends(D=192, **gated) == ["triton"] * 3
+        whole = ["mosaic_gpu", "triton", "triton"] if gated.get("decay") == "head" else None
+        assert backends(D=192, causal=True, **gated) == (whole or ["mosaic_gpu"] * 3)
     for gated in every_gate:
         assert backends(D=512, causal=True, **gated) == ["xla.products"] * 3
     assert backends(D=512, causal=True, decay="channel") == ["xla"] * 3
