@@ -89,7 +89,7 @@ def test_beside_the_reference(
 @newest
 @pytest.mark.usefixtures("stored_twice")
 def test_groups_share_a_decay() -> None:
-    """Of the forward pass alone: with gradients H is G."""
+    """The forward pass alone: these gradients need H = G."""
     options = {"segment_ids": ids_of(320, "some"), "decay": decay_of("step", 1, 320, 1, "bthd")}
     wanted = numerics.oracle(OP, *draw(1, 320, 2, 1, D=144), causal=True, **options)
     against_the_reference("mosaic_gpu", "triton", wanted)

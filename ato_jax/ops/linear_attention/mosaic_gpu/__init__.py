@@ -182,8 +182,8 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 
 
 def needs_fallback(spec: LinearAttentionSpec) -> bool:
-    """Steep chunks, of which the walks over features mean nothing, and in wide heads the sums for
-    the decay's gradient."""
+    """Where a chunk is steep, the walks over features are not right with a decay per channel, and
+    the sums for the decay's gradient are not right in wide heads."""
     return spec.decay == "channel" or spec.decay == "step" and frame.is_wide(spec)
 
 

@@ -1,5 +1,5 @@
-"""What a decay per head or step, and segments, are to the causal passes over heads of 129 to 256
-columns: factors of rows, made by XLA.
+"""Factors of rows, by which the causal passes over heads of 129 to 256 columns apply a decay per
+head or step, and segments. XLA makes them.
 
 With L_t the sum of log2 decays from the run's first row to row t, and all rows of one run of 256,
 
@@ -31,7 +31,7 @@ BEYOND = 2**30
 
 
 class Factors(NamedTuple):
-    """Of rows up to a whole run, [B, G, rows] float32, if it does not say other."""
+    """Each array is [B, G, rows up to a whole run] float32, unless its comment says otherwise."""
 
     reads: jax.Array
     reads_behind: jax.Array

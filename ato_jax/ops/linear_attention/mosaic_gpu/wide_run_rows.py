@@ -30,7 +30,8 @@ Found = tuple[jax.Array, ...]  # [64, D], in parts of at most MOST_COLUMNS
 
 
 class Own(NamedTuple):
-    """Of a warpgroup's own rows [64]: L and the limit of what they see, where there are any."""
+    """A warpgroup's own rows: their chunk, L of each row with a decay, and with segments the limit
+    of what each row sees, [64]."""
 
     chunk: Any
     sums: jax.Array | None
@@ -149,7 +150,7 @@ def weights_of(
         own, seen = mosaic.in_columns(mine.sums, C), mosaic.in_rows(seen_sums, C)
         lost = seen - own if runs.from_the_end else own - seen
         w = w * jnp.exp2(jnp.minimum(lost, 0.0))
-    # It is rounded in pairs: behind the choice each number would be by itself.
+    # Without the barrier the choice would make the rounding go number by number, not in pairs.
     return lax.optimization_barrier(jnp.where(sees, w, 0.0))
 
 

@@ -62,9 +62,8 @@ class Arrays(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a pass writes. `inverse` and `e` are written by DQ alone, and only with a normaliser;
-    `flows`, what a decay's gradient needs of each row (`scans/flows.py`), by DQ and DK, and only
-    with a decay."""
+    """What a pass writes. With a normaliser DQ writes `inverse` and `e`. With a decay DQ and DK
+    write `flows`, the numbers of rows from which a decay's gradient is made (`scans/flows.py`)."""
 
     found: Any
     inverse: Any = None
@@ -142,7 +141,7 @@ class Runs:
 
     @property
     def of_pairs(self) -> tuple[Any, Any]:
-        """What the weights of pairs need of their rows."""
+        """The arrays from which pairs of rows are weighed: L, and the limit of what a row sees."""
         return self.arrays.sums, self.arrays.limit
 
     @property

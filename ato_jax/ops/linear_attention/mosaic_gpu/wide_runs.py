@@ -82,8 +82,8 @@ def whole_units(length: int) -> int:
 
 
 def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Arrays) -> Left:
-    """What the pass finds; of DQ with a normaliser also inverse and e, and with a decay flows, [B,
-    H, T up to a whole unit] in float32. `deal` counts heads."""
+    """What the pass finds. DQ also returns inverse and e with a normaliser, and flows with a decay:
+    each is [B, H, T up to a whole unit] in float32. `deal` counts heads."""
     runs = Runs(spec, in_units(spec, deal), of, arrays)
     given = {name: array for name, array in arrays._asdict().items() if array is not None}
     like = arrays.x if arrays.reader is None else arrays.reader

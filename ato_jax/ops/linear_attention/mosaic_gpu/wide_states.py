@@ -95,7 +95,8 @@ def runs_of(spec: LinearAttentionSpec) -> int:
 
 
 class Roles(mosaic.Roles):
-    """With the registers of the launch: where they are dealt, it takes all of a multiprocessor."""
+    """Roles that keep the registers of the launch. A launch that deals registers takes all of a
+    multiprocessor's."""
 
     def play(self, role: Role, part: Callable[..., None]) -> None:
         @pl.when(mosaic.group() == self.first(role))
@@ -161,7 +162,7 @@ class Walk:
         return jnp.minimum(share * COLUMNS, self.values - COLUMNS)
 
     def place_of(self, item: Item, chunk: Any) -> Any:
-        """Of a chunk as it is walked its number in memory, within the piece."""
+        """The number in memory, within the piece, of the chunk that is walked as number `chunk`."""
         return item.chunks - 1 - chunk if self.of_queries else chunk
 
     def of_state(self, ref: Any, item: Item, number: Any, column: int) -> Any:

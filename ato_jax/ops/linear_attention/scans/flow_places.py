@@ -59,7 +59,8 @@ class Known(NamedTuple):
 
 
 def spacing(spec: LinearAttentionSpec) -> int:
-    """Of heads that are walked in runs the chunks of one."""
+    """How many chunks lie from one place to the next. Heads that are walked in runs have a place
+    for each run."""
     assert spec.decay is not None
     in_runs = max(spec.D, spec.V) > TILE_COLUMNS
     return CHUNKS_OF_RUN if in_runs else SPACING[spec.decay]
