@@ -44,6 +44,7 @@ def draw(
     G: int = 1,
     layout: str = "bthd",
     alike: bool = False,
+    others: bool = False,
     signs: bool = False,
     near: bool = False,
     channel: bool = False,
@@ -53,15 +54,18 @@ def draw(
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """[q, k, v] with keys of length 1, beta between 0 and 2, decays from 0 down to -50 side by
     side, and an initial state. `alike`: all keys the same, whose triangle is the furthest from the
-    identity. `signs`: each key has a random sign, so a chunk has more than one. `near`: keys near
-    one another. `channel`: the decays are those of each channel of the key. `weak`: decays from 0
-    down to -0.01, and a state that is nearly 0; beside equal keys dq is then a small sum of large
-    terms, and so is ddecay. `strong`: decays from 0 down to -50, after which few steps still see
-    each other; what a pair of others leaves in the decays' gradients is then beside small ones.
-    `by_turns`: keys are the same in the chunks of an odd number alone."""
+    identity. `others`: but the second key of each chunk, by 2%, so no chunk has one key. `signs`:
+    each key has a random sign. `near`: keys near one another. `channel`: the decays are those of
+    each channel of the key. `weak`: decays from 0 down to -0.01, and a state that is nearly 0;
+    beside equal keys dq is then a small sum of large terms, and so is ddecay. `strong`: decays from
+    0 down to -50, after which few steps still see each other; what a pair of others leaves in the
+    decays' gradients is then beside small ones. `by_turns`: keys are the same in the chunks of an
+    odd number alone."""
     generator = np.random.default_rng(0)
     q, k = generator.normal(size=(2, 1, T, G, D))
-    k = np.broadcast_to(k[:, :1], k.shape) if alike else k
+    if alike:
+        second = (np.arange(T) % 64 == 1)[:, None, None]
+        k = k[:, :1] + np.where(second & others, 0.02 * k, 0.0)
     k = k * generator.choice([-1, 1], size=(1, T, G, 1)) if signs else k
     k = k[:, :1] + 0.1 * k if near else k
     if by_turns:
@@ -119,28 +123,28 @@ SMALL = -np.random.default_rng(1).uniform(0, 0.1, (1, 128, 4))
         (dict(T=75, D=64, V=64, alike=True), {}, dict(decay=None, scale=0.3, initial_state=None)),
         # ddecay is a small sum of large terms, for which u is in two parts beside dS', too.
         (dict(T=128, D=64, V=64, near=True, weak=True), {}, {}),
-        # So is it beside small decays where all keys are the same but for their signs, for which dr
-        # is in two parts; by two warpgroups, which store its second part over what they have read.
+        # So is it beside small decays where nearly all keys are the same, for which dr is in two
+        # parts; by two warpgroups, which store its second part over what they have read.
         (
-            dict(T=128, D=64, V=64, H=4, alike=True, signs=True),
+            dict(T=128, D=64, V=64, H=4, alike=True, others=True),
             {},
             dict(decay=SMALL, initial_state=None),
         ),
         (
-            dict(T=128, D=64, V=128, alike=True, signs=True),
+            dict(T=128, D=64, V=128, alike=True, others=True),
             dict(slices=2),
             dict(decay=SMALL[..., :1], initial_state=None),
         ),
         # What rounding takes from states is far more than ddecay where no step decays.
         (
-            dict(T=200, D=64, V=64, alike=True, signs=True),
+            dict(T=200, D=64, V=64, alike=True, others=True),
             {},
             dict(decay=np.zeros((1, 200, 1)), initial_state=None),
         ),
         (dict(T=256, D=64, V=128, alike=True, weak=True), dict(slices=2), {}),
         # The corrections of every block of v's columns are added.
         (
-            dict(T=200, D=64, V=128, alike=True, signs=True),
+            dict(T=200, D=64, V=128, alike=True, others=True),
             {},
             dict(decay=np.zeros((1, 200, 1)), initial_state=None),
         ),
@@ -168,6 +172,17 @@ SMALL = -np.random.default_rng(1).uniform(0, 0.1, (1, 128, 4))
             dict(solve_blocks=1),
             dict(beta=np.full((1, 1, 150), 0.999), normalize_qk=True),
         ),
+        # Likewise of one key but for its signs.
+        (
+            dict(T=64, D=64, V=64, alike=True, signs=True),
+            {},
+            dict(beta=np.ones((1, 64, 1)), decay=np.zeros((1, 64, 1)), initial_state=None),
+        ),
+        (
+            dict(T=150, D=128, V=128, alike=True, signs=True, layout="bhtd"),
+            dict(solve_blocks=1),
+            dict(beta=np.ones((1, 1, 150)), decay=np.zeros((1, 1, 150)), initial_state=None),
+        ),
         # Whole chunks, whose numbers are read and stored in place, of a number of heads that TMA
         # would not take.
         (dict(T=128, D=64, V=64, H=3), {}, {}),
@@ -192,13 +207,44 @@ def test_numbers(sizes: Any, config: Any, options: Any) -> None:
 
 
 @newest
+@pytest.mark.parametrize(("T", "states"), [(200, False), (130, True)])
+def test_keys_may_change_their_signs(T: int, states: bool) -> None:
+    """A step whose key has another sign is the step of v's other sign: bit for bit where all keys
+    are one but for their signs, since no rounding knows a sign."""
+    (q, k, v), options = draw(T=T, D=64, V=64, alike=True)
+    options |= dict(beta=jnp.ones((1, T, 1)), decay=jnp.full((1, T, 1), -0.02))
+    if not states:
+        del options["initial_state"]
+    signs = jnp.asarray(np.random.default_rng(1).choice([-1, 1], (1, T, 1, 1)), jnp.bfloat16)
+    wanted = numerics.oracle("gated_delta_rule", q, k, v, return_state=states, **options)
+    options |= dict(cotangents=wanted.cotangents, return_state=states)
+
+    @jax.jit
+    def run(k: jax.Array, v: jax.Array) -> dict[str, Any]:
+        return numerics.run("gated_delta_rule", "mosaic_gpu", q, k, v, **options)
+
+    with ato_jax.interpret():
+        of_values, of_keys = run(k, signs * v), run(signs * k, v)
+    of_keys |= {name: signs * of_keys[name] for name in ("dk", "dv")}
+    assert of_keys.keys() == of_values.keys()
+    for name, found in of_keys.items():
+        assert np.array_equal(found, of_values[name]), name
+
+
+@newest
 @pytest.mark.parametrize(
     "sizes, config, options, chunks, share",
     [
         # All chunks are alike; two blocks of the keys' columns.
         (dict(T=175, D=128, V=64, near=True, weak=True), {}, {}, [(0, 1, 2), (0, 1, 2)], 1 / 32),
-        # And of one key.
-        (dict(T=175, D=128, V=64, alike=True, weak=True), {}, {}, [(0, 1, 2), (0, 1, 2)], 1 / 32),
+        # And of one key but for its signs.
+        (
+            dict(T=175, D=128, V=64, alike=True, signs=True, weak=True),
+            {},
+            {},
+            [(0, 1, 2), (0, 1, 2)],
+            1 / 32,
+        ),
         # Every second one; one block has all heads, of two slices of v each.
         (
             dict(T=300, D=64, V=128, H=2, layout="bhtd", by_turns=True, weak=True),

@@ -15,7 +15,7 @@ Chunks whose keys `solve.py` finds to be alike get all of them. The first chunk 
 where the caller gives a first state, and the last chunk those by d where the last state has a
 cotangent: these states may be large.
 
-A chunk of like keys that are all equal gets all of its ddecay here (`one_key.py`).
+A chunk of like keys that are equal but for their signs gets all of its ddecay here (`one_key.py`).
 
 For e and d a walk carries S, and another dS', in float32. u and dr are known, in two parts, so a
 step is two products for each block of the state, and no state in float32 is stored. An item is one
@@ -79,7 +79,7 @@ class Storage(mosaic.Storage):
     dstates: Array  # as states: dS~^T
     numbers: Array  # [STAGES, NUMBERS, 64] float32
     sums: Array  # [2, 64] float32: dL, and what dL_C has besides
-    key: Array  # [D / 64 + 1, 64] float32: a chunk's one key, and its products with S
+    key: Array  # [D / 64 + 2, 64] float32: a chunk's one key, its signs, and its products with S
     chunks: Ring
 
 
@@ -95,7 +95,7 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
         loaded[name] = Buffer(tiling.shared(STAGES, blocks, HALF, HALF), copies=blocks)
     loaded["numbers"] = Buffer(frame.numbers_in_memory(STAGES))
     chunks = Ring.of(STAGES, loaded.values(), (WORKER,))
-    made = dict(sums=Buffer(plgpu.SMEM((2, C), F32)), key=Buffer(plgpu.SMEM((blocks + 1, C), F32)))
+    made = dict(sums=Buffer(plgpu.SMEM((2, C), F32)), key=Buffer(plgpu.SMEM((blocks + 2, C), F32)))
     return Storage(**loaded, **made, chunks=chunks)
 
 
@@ -351,7 +351,7 @@ def step_from_start(here: Chunk, S: list[jax.Array]) -> list[jax.Array]:
         (of_queries,) = mosaic.multiply(times(here, own.q, across))
         read = here.factor(frame.READ) * dot(own.dout.at[here.slot], of_queries)
         u = own.written.at[here.slot, 0], own.written.at[here.slot, 1]
-        room = own.key.at[len(states)]
+        room = own.key.at[len(states) + 1]
         dots = one_key.dots_along(key, along, room, own.numbers.at[here.slot], dr, u)
         store(here, read, last * numbers.kept(), dots)
         store_share(0.0)

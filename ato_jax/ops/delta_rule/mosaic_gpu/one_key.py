@@ -1,19 +1,21 @@
-"""ddecay of a chunk of one key, all of whose keys are equal, as `corrections.py` finds it.
+"""ddecay of a chunk of one key, all of whose keys are equal but for their signs, as
+`corrections.py` finds it.
 
 There even exact states leave a difference of large sums in `gradient.py`: with a beta of 1 a step
 takes all that the state has along the key, and a decay's gradient is a thousandth of the terms. So
 what is stored as corrections is all of ddecay, in place of what `gradient.py` finds. Let k be the
-key with its factor, and S+ the part of S across it, which no step of the chunk changes but by its
-decay. With the letters of `corrections.py`
+chunk's first key with its factor, sign_t k the key of step t, and S+ the part of S across k, which
+no step of the chunk changes but by its decay. With the letters of `corrections.py`
 
-    ddecay_t = (exp(decay_t) k S_(t-1)) . dr_t (1 / beta_t - |k|^2) / |k|^2          along k
+    ddecay_t = sign_t (exp(decay_t) k S_(t-1)) . dr_t (1 / beta_t - |k|^2) / |k|^2   along k
                + sum over s >= t of scale * exp(L_s) dout_s . (q_s S+)               across k
                + exp(L_C) <S+, dS~> + exp(L_C) <S+, d>
 
-since dr_t / beta_t is k times the state's gradient, as step t finds it. The part along k is one
-product for each step and column of v, of a factor that is small where beta_t |k|^2 is nearly 1. The
-walk that carries S stores all but the last term. That is of the walk that knows d, which takes S+
-of S~: where S is along the key, only rounding is left of S+ there, and counts as 0.
+since sign_t dr_t / beta_t is k times the state's gradient, as step t finds it. S_(t-1) has
+sign_s u_s of each earlier step s along k. The part along k is one product for each step and column
+of v, of a factor that is small where beta_t |k|^2 is nearly 1. The walk that carries S stores all
+but the last term. That is of the walk that knows d, which takes S+ of S~: where S is along the key,
+only rounding is left of S+ there, and counts as 0.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ ROUNDING = 1.01 * 2.0**-8
 
 
 class OneKey(NamedTuple):
-    """The key that all steps of a chunk have, without its factor."""
+    """The key that all steps of a chunk have but for their signs, without its factor."""
 
     blocks: list[Any]  # [64] float32 in shared memory, of each block of D
     square: jax.Array  # [64] of rows, equal numbers: the sum of its elements' squares
+    signs: Any  # [64] float32 in shared memory, 1 or -1: what it is multiplied by in each step
 
     def along(self, state: Iterable[jax.Array]) -> jax.Array:
         """[64] of rows: its products with v's columns of a transposed state."""
@@ -69,12 +72,14 @@ class OneKey(NamedTuple):
 
 
 def find(tiles: list[Any], steps: Any, keys: Any, sums: Any) -> tuple[OneKey, Any]:
-    """The first key of a chunk, and whether all others are equal to it and it is not 0.
+    """The first key of a chunk, and whether all others are equal to it or to minus it and it is
+    not 0.
 
     Args:
       tiles: the chunk's k.
       steps: how many steps the chunk has.
-      keys: room for a number for each column of k, [D / 64 ..., 64] float32.
+      keys: room for a number for each column of k, and behind them one for each row,
+        [D / 64 + 1 ..., 64] float32.
       sums: room for two numbers for each row, [2, 64] float32.
     """
     first = mosaic.hidden_position(1) == 0
@@ -85,19 +90,25 @@ def find(tiles: list[Any], steps: Any, keys: Any, sums: Any) -> tuple[OneKey, An
     blocks = [keys.at[n] for n in range(len(tiles))]
     within = mosaic.hidden_position(0) < steps
 
-    def distance(key: Any, tile: Any) -> jax.Array:
-        off = jnp.abs(load(tile).astype(F32) - in_all(key))
-        return jnp.sum(jnp.where(within, off, 0.0), axis=1)
+    def distances(tile: Any, key: Any) -> list[jax.Array]:
+        """[64] of rows: how far each is from the key, and from minus it. Rows behind the last step
+        count as the key."""
+        rows = jnp.where(within, load(tile).astype(F32), in_all(key))
+        return [jnp.sum(jnp.abs(off), axis=1) for off in (rows - in_all(key), rows + in_all(key))]
 
     square = total(jnp.sum(in_all(key) * in_all(key), axis=1) for key in blocks)
-    sums.at[0][...] = total(distance(*both) for both in zip(blocks, tiles, strict=True))
+    found = [distances(*both) for both in zip(tiles, blocks, strict=True)]
+    same, opposite = (total(of_blocks) for of_blocks in zip(*found, strict=True))
+    signs = keys.at[len(tiles)]
+    signs[...] = jnp.where(same > opposite, -1.0, 1.0)
+    sums.at[0][...] = jnp.minimum(same, opposite)
     plgpu.commit_smem()
     off = jnp.sum(in_all(sums.at[0]), axis=1)
     sums.at[1][...] = jnp.where(square > LEAST_SQUARE, off, 1.0)
     plgpu.commit_smem()
     equal = sums[1, 0] == 0
     plgpu.commit_smem()  # ahead of what overwrites the sums
-    return OneKey(blocks, square), equal
+    return OneKey(blocks, square, signs), equal
 
 
 def dots_along(
@@ -117,14 +128,15 @@ def dots_along(
     of_keys = load(numbers.at[frame.OF_KEYS], OF_ROWS)
     square = key.square * of_keys
     weights = mosaic.in_columns(square, C) * frame.decays_of_pairs(numbers)
-    weights = weights * in_all(numbers.at[frame.OF_KEYS])
+    weights = weights * in_all(numbers.at[frame.OF_KEYS]) * in_all(key.signs)
     earlier = mosaic.hidden_position(0) > mosaic.hidden_position(1)
     parts = frame.in_two_parts(jnp.where(earlier, weights, 0.0))
     from_start = mosaic.in_columns(load(numbers.at[frame.RECALLED], OF_ROWS), HALF)
     (recalled,) = mosaic.multiply((from_start * in_all(room), frame.products(parts, written)))
     square = square * of_keys
     beta = load(numbers.at[frame.BETA], OF_ROWS)
-    return total(dot(part, recalled) for part in dr) * ((1 / beta - square) / square)
+    dots = total(dot(part, recalled) for part in dr) * load(key.signs, OF_ROWS)
+    return dots * ((1 / beta - square) / square)
 
 
 def in_all(numbers: Any) -> jax.Array:
