@@ -465,6 +465,13 @@ MOSAIC = Space(
             "does not support lengths with more than 128 columns with causal=True",
         ),
         Rule(
+            ("padding", "widths", "causal", "segments"),
+            lambda padding, widths, causal, segments: (
+                padding != "none" and widths[0] > 128 and not causal and segments != "none"
+            ),
+            "does not support",  # lengths, or of both sides segments that differ
+        ),
+        Rule(
             ("segments", "lengths"),
             lambda segments, lengths: segments == "self" and lengths in ("T < S", "T > S"),
             "segment_ids",
@@ -489,7 +496,7 @@ MOSAIC = Space(
         Rule(
             ("segments", "causal", "widths"),
             lambda segments, causal, widths: (
-                segments != "none" and not causal and (widths[0] != widths[1] or widths[0] > 128)
+                segments != "none" and not causal and widths[0] != widths[1]
             ),
             "does not support segments without causal=True but of D = V",
         ),
@@ -502,12 +509,11 @@ MOSAIC = Space(
             ("lengths", "causal", "decay", "widths", "segments"),
             lambda lengths, causal, decay, widths, segments: (
                 lengths == "odd"
-                and (causal or decay != "none" or segments == "none")
                 and (
                     decay == "channel"
-                    or not causal
-                    and decay == "none"
                     or widths[0] > 128
+                    or not causal
+                    and decay == segments == "none"
                 )
             ),
             "multiples of 8",
@@ -583,22 +589,20 @@ MOSAIC = Space(
             None,  # where causal they are no part of this array yet: tests/test_mosaic_half.py
         ),
         Rule(
-            ("dtype", "widths"),
-            lambda dtype, widths: dtype == "float16" and widths[0] > 128,
-            "does not support float16 with more than 128 columns",
-        ),
-        Rule(
-            ("dtype", "feature_map"),
-            lambda dtype, feature_map: dtype == "float16" and feature_map in ("exp", "tanh"),
+            ("dtype", "feature_map", "causal"),
+            lambda dtype, feature_map, causal: (
+                dtype == "float16" and feature_map in ("exp", "tanh") and causal
+            ),
             "does not support float16 with feature_map",
         ),
         Rule(
-            ("dtype", "initial_state", "feature_map", "normalize"),
-            lambda dtype, initial_state, feature_map, normalize: (
+            ("dtype", "initial_state", "feature_map", "normalize", "causal", "widths"),
+            lambda dtype, initial_state, feature_map, normalize, causal, widths: (
                 dtype == "float16"
                 and initial_state
                 and normalize is None
-                and feature_map == "elu1"
+                and feature_map in ("elu1", "exp")
+                and not (causal and widths[0] > 128)
             ),
             "does not support float16 with a normalizer beside an initial_state",
         ),

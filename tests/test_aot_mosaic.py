@@ -125,10 +125,28 @@ CALLS = [
         {"float32_query_gradient": 8, "float32_key_gradient": 220, "float32_output": 76},
     ),
     (Call(1, 16384, 32, 64, causal=False, dtype="float32", precision="tf32"), 9, {}),
+    (
+        Call(1, 16384, 8, 256, causal=False, segments=True),
+        35,
+        {
+            "both_ways_wide_output": 392,
+            "both_ways_wide_query_gradient": 1112,
+            "both_ways_wide_key_gradients": 872,
+        },
+    ),
+    (
+        Call(1, 16384, 8, 256, dtype="float16", segments=True),
+        41,
+        {
+            "causal_wide_output": 28,
+            "causal_wide_query_gradient": 160,
+            "causal_wide_key_gradients": 56,
+        },
+    ),
 ]
 # Gates of heads take the kernels of those of steps. A change to the kernels of the first call shows
 # on every run in their modules' text, which tests/test_mosaic_kit.py compares for fewer rows.
-ORDINARY = [CALLS[n] for n in (3, 10, 13, 16, 17)]
+ORDINARY = [CALLS[n] for n in (3, 10, 13, 16, 17, 21)]
 if os.environ.get("ATO_ALL_ROWS") == "1":
     ORDINARY = CALLS
 # The same kernel, compiled again, spills a few bytes more or less.
@@ -144,7 +162,8 @@ def label(call: Call) -> str:
     of_group = "" if call.G is None else f", H = {call.H // call.G} G"
     in_half = "" if call.dtype == "bfloat16" else f", {call.dtype}"
     in_half += f", {call.precision}" if call.precision else ""
-    return f"D {call.D}, {seen}, decay {call.decay}{mapped}{of_group}{in_half}"
+    cut = ", segments" * call.segments
+    return f"D {call.D}, {seen}, decay {call.decay}{mapped}{of_group}{in_half}{cut}"
 
 
 of_the_oldest = pytest.mark.skipif(

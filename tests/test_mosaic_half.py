@@ -76,10 +76,45 @@ def test_every_query_sees_every_key(
 
 @newest
 @pytest.mark.parametrize(
+    "D, V, H, T, S, sizes, options",
+    [
+        (256, 256, 2, 72, 136, (1.0, 1.0, 1.0), {}),
+        (192, 192, 1, 136, 72, (30.0, 30.0, 1e3), {"feature_map": "relu", "layout": "bhtd"}),
+        (208, 256, 1, 72, 136, (1.0, 1.0, 1.0), {"feature_map": "softplus", "return_state": True}),
+        # A head whose columns end within the first 64 of its tile.
+        (48, 192, 1, 72, 136, (1.0, 1.0, 1.0), {"feature_map": "softplus"}),
+        (144, 144, 1, 136, 72, (0.01, 0.01, 1e-3), {"q_lengths": [60, 136], "kv_lengths": [72, 9]}),
+        (256, 256, 1, 72, 136, (30.0, 30.0, 1e3), {"feature_map": "identity", "scale": 1e-6}),
+        (240, 160, 2, 136, 72, (1.0, 1.0, 1.0), {"feature_map": "silu", "given": True}),
+        (192, 192, 1, 72, 136, (1.0, 1.0, 1e3), {"normalize": False, "scale": 1e-4}),
+    ],
+)
+def test_wide_heads(
+    D: int, V: int, H: int, T: int, S: int, sizes: tuple[float, ...], options: dict[str, Any]
+) -> None:
+    """Where every query sees every key, in two pieces, of the sizes of q, k and v."""
+    lengths = {name: jnp.array(options[name]) for name in options if name.endswith("lengths")}
+    B, layout = 2 if lengths else 1, options.get("layout", "bthd")
+    shapes = (T, H, D), (S, 1, D), (S, 1, V)
+    arrays = [
+        (channel.draw(B, *shape, seed=seed) * size).astype(jnp.float16)
+        for seed, (shape, size) in enumerate(zip(shapes, sizes, strict=True))
+    ]
+    if layout == "bhtd":
+        arrays = [jnp.swapaxes(x, 1, 2) for x in arrays]
+    others = {name: value for name, value in options.items() if name != "given"}
+    others |= options_of(B, 1, layout, "given" in options, D, V) | lengths
+    whole.against_the_reference(numerics.oracle(OP, *arrays, **others))
+
+
+@newest
+@pytest.mark.parametrize(
     "D, H, of_queries, of_keys, options",
     [
         (128, 2, (0.0,), (-14.0,), {"return_state": True}),
         (96, 1, (-14.0, 3.0), (-20.0, 10.0, -3.0), {"feature_map": "softplus"}),
+        (256, 1, (-14.0,), (-14.0,), {"return_state": True}),
+        (144, 1, (-14.0, 3.0), (-20.0, 10.0, -3.0), {"feature_map": "softplus"}),
     ],
 )
 def test_features_below_the_least_normal_number(
@@ -106,6 +141,8 @@ def test_features_below_the_least_normal_number(
         (112, 136, 72, 1, -16.0, -1.0, {"feature_map": "softplus"}),
         (128, 136, 72, 1, -16.0, 2.0, {"feature_map": "silu"}),
         (96, 72, 136, 2, 2.0, -16.0, {"feature_map": "silu", "return_state": True}),
+        (256, 72, 136, 1, 2.0, -16.0, {"return_state": True}),
+        (192, 136, 72, 1, -16.0, 2.0, {"layout": "bhtd"}),
     ],
 )
 def test_small_features_without_a_normaliser(

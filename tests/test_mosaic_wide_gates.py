@@ -18,7 +18,7 @@ from test_mosaic_lengths import decay_of
 import ato_jax
 from ato_jax import mosaic
 from ato_jax.ops.linear_attention import mosaic_gpu
-from ato_jax.ops.linear_attention.mosaic_gpu import wide_causal, wide_factors
+from ato_jax.ops.linear_attention.mosaic_gpu import wide_factors, wide_heads
 from ato_jax.ops.linear_attention.scans import borders, gates
 from tests import numerics
 from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
@@ -103,15 +103,15 @@ def test_steep_chunks_are_the_next_backends(
 ) -> None:
     """Forward every decay is exact; the gradients of a call with a steep chunk are Triton's."""
     taken = []
-    run = wide_causal.unless_steep
+    run = wide_heads.unless_steep
 
     def told(gates: Any, *others: Any) -> Any:
         rows = gates.reshape(-1, 64)
-        steep = wide_causal.frame.is_steep(others[2], rows[:, 31], rows[:, 63])
+        steep = wide_heads.frame.is_steep(others[2], rows[:, 31], rows[:, 63])
         jax.debug.callback(lambda found: taken.append(bool(found)), jnp.any(steep))
         return run(gates, *others)
 
-    monkeypatch.setattr(wide_causal, "unless_steep", told)
+    monkeypatch.setattr(wide_heads, "unless_steep", told)
     decay = decay_of("step", 1, T, 1, "bthd") * strength
     wanted = numerics.oracle(OP, *draw(1, T, 1, 1, D=144), causal=True, decay=decay)
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
@@ -158,7 +158,8 @@ def test_gradients_of_a_decay_per_head_are_the_next_backends() -> None:
 @pytest.mark.parametrize("decay", [None, "step"])
 def test_factors(name: str, T: int, decay: str | None) -> None:
     """What each row reads, adds and sees is made of the decays between two rows."""
-    spec: Any = types.SimpleNamespace(B=1, T=T, S=T, G=1, layout="bthd", decay=decay)
+    sizes = {"B": 1, "T": T, "S": T, "G": 1}
+    spec: Any = types.SimpleNamespace(**sizes, layout="bthd", causal=True, decay=decay)
     ids = ids_of(T, name)
     steps = jnp.where(borders.are_borders(ids)[..., None], 0.0, decay_of("step", 1, T, 1, "bthd"))
     with ato_jax.interpret():
@@ -190,3 +191,16 @@ def test_factors(name: str, T: int, decay: str | None) -> None:
         assert max(int(found.first[0, i]), run) == seen[0]
         later = np.flatnonzero(own[i : last + 1] == own[i]) + i
         assert min(int(found.last[0, i]), last) == later[-1]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_factors_have_32_bits_whatever_the_callers_have(causal: bool) -> None:
+    sizes = {"B": 1, "T": 328, "S": 328, "G": 1}
+    spec: Any = types.SimpleNamespace(**sizes, layout="bthd", causal=causal, decay=None)
+    with ato_jax.interpret():
+        of_borders = borders.of_sequence(
+            spec, mosaic.Deal(1, 1, 328, 512, 1, 1), ids_of(328, "some")
+        )
+    with jax.enable_x64(True):
+        found = wide_factors.factors_of(spec, None, of_borders)
+    assert {x.dtype.itemsize for x in found or () if x is not None} == {4}

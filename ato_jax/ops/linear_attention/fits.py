@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from ato_jax import programs
 from ato_jax.ops.linear_attention import random_features
+from ato_jax.ops.linear_attention.alignment import runs_of_keys
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
 
 # elu(x) + 1 of it is 0, with any decay.
@@ -147,9 +148,12 @@ class Counted(Step):
         q = self._where_counted(inputs.q, inputs.q_lengths, filler)
         k = self._where_counted(inputs.k, inputs.kv_lengths, filler)
         v = self._where_counted(inputs.v, inputs.kv_lengths, 0.0)
-        if decay is not None:  # one of each step
+        if decay is not None and spec.decay != "head":
             decay = self._where_counted(decay, inputs.kv_lengths, 0.0)
-        return inputs._replace(q=q, k=k, v=v, decay=decay, q_lengths=None, kv_lengths=None)
+        # Rows beyond a length go on with the last segment.
+        runs = runs_of_keys(spec, inputs)
+        inputs = inputs._replace(kv_segments=runs, q_lengths=None, kv_lengths=None)
+        return inputs._replace(q=q, k=k, v=v, decay=decay)
 
     def _where_counted(self, x: jax.Array, lengths: jax.Array | None, other: float) -> jax.Array:
         if lengths is None:
@@ -186,9 +190,16 @@ class Padded(Step):
         if decay is not None and spec.decay is not None:
             decay = self._pad(decay, DECAYS[spec.decay][spec.layout])
         state = state if state is None else self._state(self._pad, state)
-        return inputs._replace(
-            q=_of_heads(spec, q), k=k, v=v, decay=decay, initial_state=state
-        )
+        segments = self._go_on(inputs.q_segments, "t"), self._go_on(inputs.kv_segments, "s")
+        inputs = inputs._replace(q_segments=segments[0], kv_segments=segments[1])
+        return inputs._replace(q=_of_heads(spec, q), k=k, v=v, decay=decay, initial_state=state)
+
+    def _go_on(self, segments: jax.Array | None, axis: str) -> jax.Array | None:
+        """Rows beyond the last one are of its segment."""
+        if segments is None:
+            return None
+        beyond = (0, 0), (0, _size(self.after, axis) - _size(self.before, axis))
+        return jnp.pad(segments, beyond, mode="edge")
 
     def _state(self, change: Callable[..., jax.Array], state: LinearState) -> LinearState:
         return LinearState(change(state.kv, "bgdv"), change(state.k_sum, "bgd"))

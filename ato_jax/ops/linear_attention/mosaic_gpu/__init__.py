@@ -10,15 +10,14 @@ says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal, or with segments, also D = V = 64, two heads side by side; causal, or without a
-decay and without segments, also D = V = 192 and 256 (`wide_*.py`); other multiples of 16 from 80
-on, and of 8 from 16 to 56 where causal or with segments, fill one of these tiles in part, and so
-does the smaller of D and V where segments are causal; with gates of channels those are multiples of
-16, too (`narrow.py`), and heads above 128 columns are cut into blocks (`channel_blocks.py`), as
-values alone are of causal heads with D up to 128 (`value_blocks.py`). Up to 128 columns kernels
-also take float16, causal or without a decay and segments, but no gates of channels: sums and
-weights have units (`mosaic/scales.py`) and features powers of two (`powers.py`), or are shares and
-means (`whole_units.py`). Kernels of their own take float32 of up to 128 columns, D = V = 64
-included (`float32.py`, `float32_causal.py`).
+decay, also D = V = 192 and 256 (`wide_*.py`); other multiples of 16 from 80 on, and of 8 from 16 to
+56 where causal or with segments, fill one of these tiles in part, and so does the smaller of D and
+V where segments are causal; with gates of channels those are multiples of 16, too (`narrow.py`),
+and heads above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal
+heads with D up to 128 (`value_blocks.py`). Kernels also take float16, but for a decay both ways,
+documents of up to 128 columns and gates of channels: sums and weights have units
+(`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers.py`), or are shares and
+means (`whole_units.py`). Kernels of their own take float32 of up to 128 columns (`float32*.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
 every query sees every key, gradients are made without such arrays (`projected_whole.py`).
@@ -59,7 +58,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     refusals,
     steps,
     value_blocks,
-    wide_causal,
+    wide_heads,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.batches import as_larger_batch as as_larger_batch
 from ato_jax.ops.linear_attention.mosaic_gpu.batches import spec_in_tiles
@@ -143,7 +142,7 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs T and S of at least {frame.C}{of_rows}, {got}"
     if spec.causal and spec.T != spec.S:
         return f"needs T = S where causal, {got}"
-    if not spec.causal and not frame.both_ways(spec):
+    if not (spec.causal or frame.both_ways(spec) or frame.by_runs(spec)):
         return None
     if phase == "backward" and frame.both_ways(spec) and spec.decay == "head":
         # One sum over all steps, in which the roundings of both walks add up: interpreted, 640 rows
@@ -243,7 +242,7 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     return spec.B * (spec.H * spec.T + spec.G * spec.S) >= enough
 
 
-Kept = Outputs | causal.Kept | narrow.Kept
+Kept = Outputs | causal.Kept | narrow.Kept | wide_heads.Kept
 
 
 def forward_for_own_backward(
@@ -320,6 +319,9 @@ def _kept(
     if channel_blocks.is_cut(spec):
         return causal.keep_in_blocks(spec, config, inputs, features)
     spec, inputs = _in_tiles(spec, inputs)
+    if frame.by_runs(spec):
+        kept = wide_heads.keep(spec, config, inputs)
+        return kept._replace(state=narrow.narrowed(spec, kept.state))
     if spec.causal or frame.both_ways(spec):
         keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
         if spec.dtype == "float32":
@@ -359,9 +361,10 @@ def _fitted(
     """The gradients by `run`, whose call is the one that kernels take."""
     inputs, outputs = residuals
     fit = _fit(spec, "backward")
-    # The forward pass also had the state's cotangent, if that is not wanted any more.
-    if isinstance(outputs, fits.Kept) and fit != _fit(_with_state(spec), "backward"):
-        outputs = outputs.plain()
+    # The forward pass may have returned a state, whose cotangent is not wanted any more.
+    stateful = dataclasses.replace(spec, return_state=True)
+    if isinstance(outputs, fits.Kept) and unsupported(stateful, "backward") is None:
+        outputs = outputs if fit == _fit(stateful, "backward") else outputs.plain()
     if fit is None:
         return run(spec, residuals=Residuals(inputs, outputs), cotangents=cotangents)
     kept = fit.outputs_kept(outputs)
@@ -370,10 +373,6 @@ def _fitted(
         return run(fit.spec, residuals=Residuals(given, kept), cotangents=g)
 
     return fit.gradients(of_last, inputs, cotangents)
-
-
-def _with_state(spec: LinearAttentionSpec) -> LinearAttentionSpec:
-    return dataclasses.replace(spec, return_state=True)
 
 
 def _backward_as_given(
@@ -439,7 +438,7 @@ def backward_with_fallback(
         gates = _gates_of(spec, config, steps.in_place(spec, residuals.inputs)[1])
         by_walks = functools.partial(_backward_as_given, config=config)
         arrays = residuals, cotangents
-        return wide_causal.unless_steep(gates, fallback, by_walks, spec, *arrays)
+        return wide_heads.unless_steep(gates, fallback, by_walks, spec, *arrays)
 
     def as_given(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs) -> Inputs:
         return run(spec, config, residuals, cotangents)
@@ -463,7 +462,9 @@ def _backward(
         cotangents = cotangents._replace(state=state)
     if isinstance(spec, value_blocks.Cut) and decay is not None:
         decay = value_blocks.of_blocks(spec, decay, value_blocks.heads_axis(spec))
-    if spec.causal and spec.dtype == "float32":
+    if frame.by_runs(spec):
+        found = wide_heads.backward(spec, config, Residuals(inputs, kept), cotangents, decay)
+    elif spec.causal and spec.dtype == "float32":
         found = float32_causal.backward(spec, config, Residuals(inputs, kept), cotangents)
     elif spec.causal:
         found = causal.backward(spec, config, Residuals(inputs, kept), cotangents, decay)

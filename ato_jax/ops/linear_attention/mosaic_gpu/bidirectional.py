@@ -106,9 +106,11 @@ def backward(
         s = add_up(spec, whole, unit_of=state.k_sum, returned=False)
     arrays = inputs.q, cotangents.out, s.read, s.k_sum
     if frame.is_wide(spec):
-        dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, s.least[:, :, 0])
+        dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, s.least[:, :, 0], units)
         of_sums = deal(spec, config, spec.H * blocks_of_state(spec), spec.T)
-        r, u = whole_sums(spec, of_sums, "whole_query_sums", inputs.q, cotangents.out, of_rows)
+        z = s.k_sum if _in_float16(spec) and spec.normalize else None
+        of_queries_sums = inputs.q, cotangents.out, of_rows
+        r, u = whole_sums(spec, of_sums, "whole_query_sums", *of_queries_sums, z=z)
         if not spec.normalize:
             u = jnp.zeros_like(u)
     else:
@@ -166,5 +168,8 @@ def _key_gradient_in_float16(
     assert sums.kv is not None
     r, units = whole_units.in_units(sums.kv)
     arrays = inputs.k, inputs.v, r, sums.k_sum
-    dk, dv = whole_key_gradient(spec, of_keys, *arrays, inputs.kv_lengths, units, inverse)
+    if frame.is_wide(spec):
+        dk, dv = wide_key_gradient(spec, of_keys, *arrays, units, inverse)
+    else:
+        dk, dv = whole_key_gradient(spec, of_keys, *arrays, inputs.kv_lengths, units, inverse)
     return dk, dv, sums

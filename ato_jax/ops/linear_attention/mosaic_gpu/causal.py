@@ -5,7 +5,8 @@ The sequence is cut into as many pieces as fill the card, few: their sums (`sums
 Backwards the queries' gradient is such a walk, too (`query_gradient.py`), and that of keys and
 values one from the end (`query_sums.py`, `key_gradient.py`). A decay comes as sums of its
 logarithms (`scans/gates.py`), and its gradient is made of what both walks leave (`scans/flows.py`).
-Gates of channels have kernels of their own (`channel.py`, `channel_backward.py`).
+Gates of channels have kernels of their own (`channel.py`, `channel_backward.py`), and so have
+wide heads (`wide_heads.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     narrow,
     powers,
     query_gradient_storage,
-    wide_causal,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output import channel_output
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_sums import channel_sums
@@ -60,8 +60,8 @@ Fallback = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
 
 
 class Kept(NamedTuple):
-    """`Outputs`, and the sums ahead of each piece, or of each run where heads are wide, as `output`
-    reads them; with gates of channels, where they are wanted, the features, too."""
+    """`Outputs`, and the sums ahead of each piece, as `output` reads them; with gates of channels,
+    where they are wanted, the features, too."""
 
     out: jax.Array
     state: LinearState
@@ -97,24 +97,26 @@ def keep(
     k_powers = powers.powers_of_keys(spec, inputs)
     ahead = states_of(spec, deal, inputs, pieces, borders, k_powers)
     kv, units = _in_units(spec, ahead.kv)
-    if frame.is_wide(spec):
-        out, den = wide_causal.output(spec, deal, inputs, (kv, ahead.k_sum), borders), None
-    else:
-        arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
-        options: dict[str, Any] = {}
-        if pieces is not None:
-            options = {"gates": pieces.gates, "steep": pieces.steep}
-        options |= {"s_units": units, "lengths": inputs.kv_lengths}
-        options |= {"begins": borders.begins, "borders_of": borders.chunks}
-        options |= {"k_powers": k_powers}
-        out, den = output(spec, deal, *arrays, later, **options)
+    arrays = inputs.q, inputs.k, inputs.v, kv, ahead.k_sum
+    options: dict[str, Any] = {}
+    if pieces is not None:
+        options = {"gates": pieces.gates, "steep": pieces.steep}
+    options |= {"s_units": units, "lengths": inputs.kv_lengths}
+    options |= {"begins": borders.begins, "borders_of": borders.chunks}
+    options |= {"k_powers": k_powers}
+    out, den = output(spec, deal, *arrays, later, **options)
     state = ahead.end
     if k_powers is not None:
         state = powers.times(state, 1 / k_powers)
-    if state is None:
-        of_state = spec.B, spec.G, spec.D, spec.V
-        state = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
+    state = _or_zeros(spec, state)
     return Kept(out, state, kv, ahead.k_sum, units=units, k_powers=k_powers, den=den)
+
+
+def _or_zeros(spec: LinearAttentionSpec, state: LinearState | None) -> LinearState:
+    if state is not None:
+        return state
+    of_state = spec.B, spec.G, spec.D, spec.V
+    return LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
 
 
 def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
@@ -128,11 +130,7 @@ def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8I
         found = _as_of_pieces(pieces, *float8_sums(spec, of_keys, arrays, inputs.kv_lengths))
     ahead = at_edges(spec, found, inputs.initial_state, ends=spec.return_state)
     out = output_of_eight_bits(spec, deal, inputs, ahead.kv, ahead.k_sum)
-    state = ahead.end
-    if state is None:
-        of_state = spec.B, spec.G, spec.D, spec.V
-        state = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
-    return Outputs(out, state)
+    return Outputs(out, _or_zeros(spec, ahead.end))
 
 
 def _as_of_pieces(pieces: int, kv: jax.Array, k_sum: jax.Array) -> State:
@@ -175,10 +173,8 @@ def states_of(
     borders: OfSequence = NO_BORDERS,
     k_powers: jax.Array | None = None,
 ) -> Edges:
-    """Those ahead of each piece, or each run of wide heads; behind the last, too, if returned. In
-    float16 times the powers of keys."""
-    if frame.is_wide(spec):
-        return wide_causal.states_of(spec, of_queries, inputs, gates, borders)
+    """Those ahead of each piece; behind the last, too, if returned. In float16 times the powers of
+    keys."""
     pieces = of_queries.pieces - (not spec.return_state)
     found = None
     if pieces:
@@ -275,9 +271,6 @@ def gradients(
         s, units = _in_units(spec, s)
     else:
         s, z, units = ahead
-    if frame.is_wide(spec):
-        arrays_of_wide = inputs, cotangents, (s, z), pieces, borders, decay
-        return wide_causal.gradients(spec, deal, *arrays_of_wide)
     of_q, of_k, of_v = shares or (None,) * 3
     steep, since, keeps = None, None, borders.keeps
     if pieces is not None:

@@ -31,8 +31,11 @@ def are_faster_than_tritons(spec: LinearAttentionSpec) -> bool:
     0.31, 0.56, 0.25 and 0.63 and 0.73, with gradients 0.73, 1.81, 0.67 and 1.87 and 2.03. With the
     fewest tiles here one document takes up to 1.2 times as long as by Triton's kernels (B1 H16
     T8192 D128: 0.40 and 0.36 ms), those of 300 rows 0.34 of its time. Where queries and keys have
-    segments of their own, documents of a few rows are slow.
+    segments of their own, documents of a few rows are slow. Wide heads have other kernels, whose
+    blocks share a document (`wide_heads.py`).
     """
+    if frame.is_wide(spec):
+        return spec.segments == "self"
     tiles = spec.B * spec.G // frame.heads_of_tile(spec)
     return spec.segments == "self" and tiles >= ENOUGH_TILES[frame.heads_of_tile(spec)]
 

@@ -12,6 +12,7 @@ A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows
     phi.transposed_keys(x, first)  phi(x) of a transposed tile [columns, rows], whose first row is
                                column `first`; 0 in columns that the head does not have
     phi.unrounded_transposed_keys(x, first)  the same in float32
+    phi.unrounded_transposed_queries(x, first)  the same of queries, which need not be 0 there
     phi.unrounded_of_rows(x)   phi(x) in float32 of an array outside of kernels
     phi.largest_of_rows(x, first)  the largest magnitude of phi(x) in each row, float32
 
@@ -42,7 +43,14 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-RISING = "elu1", "relu", "softplus"  # maps whose largest feature is that of the largest x
+LARGEST_OF_FLOAT16 = 65504.0
+RISING = (
+    "elu1",
+    "relu",
+    "relu2",
+    "exp",
+    "softplus",
+)  # maps whose largest feature is that of the largest x
 
 
 def features_of(x: jax.Array) -> jax.Array:
@@ -109,7 +117,10 @@ def map_queries_in_place(
 ) -> None:
     """phi(q_i) inverse_i of a tile of queries in shared memory, where they replace it, rounded
     once: inverse is of phi(q_i) in float32, too."""
-    phi = features(spec).unrounded(mosaic.load(ref), first)
+    maps, x = features(spec), mosaic.load(ref)
+    if mosaic.has_units(ref.dtype):  # where a head has no column, 1 times inverse may be too large
+        x = maps.present(x, first)
+    phi = maps.unrounded(x, first)
     ref[...] = (phi * mosaic.in_columns(inverse, phi.shape[1])).astype(ref.dtype)
 
 
@@ -164,6 +175,11 @@ class Elu1:
 
     def unrounded_transposed_keys(self, x: jax.Array, first: Any) -> jax.Array:
         return unrounded_features_of(keys(self.spec, x, first, axis=0))
+
+    def unrounded_transposed_queries(self, x: jax.Array, first: Any) -> jax.Array:
+        # Beside powers of two and shares a feature of 1, where a head has no column, may be large.
+        in_float16 = mosaic.has_units(x.dtype)
+        return self.unrounded_transposed_keys(x, first) if in_float16 else unrounded_features_of(x)
 
     def unrounded_of_rows(self, x: jax.Array) -> jax.Array:
         return unrounded_features_of(x)
@@ -229,6 +245,9 @@ class Traced:
             rows = plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=0, layout=mosaic.TILE)
             phi = jnp.where(first + rows < self.width, phi, 0.0)
         return phi
+
+    def unrounded_transposed_queries(self, x: jax.Array, first: Any) -> jax.Array:
+        return self.unrounded_transposed_keys(x, first)
 
     def unrounded_of_rows(self, x: jax.Array) -> jax.Array:
         return self.map(x.astype(F32))

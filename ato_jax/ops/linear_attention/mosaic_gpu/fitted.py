@@ -60,9 +60,7 @@ def candidates(spec: LinearAttentionSpec) -> Iterator[Fit]:
                         yield fit
 
 
-def _with_sizes(
-    spec: LinearAttentionSpec, steps: list[Step], sizes: dict[str, int]
-) -> Fit | None:
+def _with_sizes(spec: LinearAttentionSpec, steps: list[Step], sizes: dict[str, int]) -> Fit | None:
     last = steps[-1].after if steps else spec
     offset = None if last.offset is None else sizes.get("S", last.S) - sizes.get("T", last.T)
     changed: dict[str, Any] = {**sizes, "offset": offset}
@@ -79,7 +77,7 @@ def _heads(spec: LinearAttentionSpec) -> Iterator[tuple[list[Step], dict[str, in
         yield [Folded.of(spec)], dict.fromkeys("HG", up(spec.B, 2))
     group, G = spec.H // spec.G, up(spec.G, 2)
     padded = {"G": G, "H": G * (group if group == 1 else up(group, 2))}
-    if group > 1 and spec.decay in ("head", "step"):
+    if group > 1 and (spec.decay in ("head", "step") or frame.by_runs(spec)):
         yield [Expanded.of(spec)], {}
         expanded = dict.fromkeys("HG", up(spec.H, 2))
         if 2 * expanded["H"] < padded["H"] + G:
@@ -88,17 +86,27 @@ def _heads(spec: LinearAttentionSpec) -> Iterator[tuple[list[Step], dict[str, in
 
 
 def _counted(spec: LinearAttentionSpec) -> list[list[Step]]:
-    """In place of lengths, if there are any; a decay per head cannot differ beyond them."""
+    """In place of lengths, if there are any."""
     lengths = spec.q_lengths or spec.kv_lengths
     aligned = spec.offset is not None or not spec.causal and spec.decay is None
-    fits = lengths and aligned and spec.segments is None and spec.decay != "head"
+    fits = lengths and aligned and _may_go_on(spec)
     return [[Counted.of(spec)]] if fits else []
+
+
+def _may_go_on(spec: LinearAttentionSpec) -> bool:
+    """Whether more rows may come after the last ones. Segments of wide heads go on, but not where
+    queries and keys have segments of their own; and so does a decay per head there, which takes
+    from a state. Other heads take any number of rows of these, but few rows are not for them."""
+    if spec.segments is None and spec.decay != "head":
+        return True
+    stateful = spec.decay == "head" and spec.return_state
+    return frame.by_runs(spec) and spec.segments != "cross" and not stateful
 
 
 def _rows(spec: LinearAttentionSpec) -> list[dict[str, int]]:
     """T and S that kernels take, if need be. Where causal, rows are padded at the end, so that
     queries and keys keep their places only if there are as many."""
-    if spec.segments or spec.decay == "head" or 2 * min(spec.T, spec.S) < frame.C:
+    if not _may_go_on(spec) or 2 * min(spec.T, spec.S) < frame.C:
         return []
     if spec.causal and spec.T != spec.S:
         return []

@@ -56,6 +56,11 @@ def by_documents(spec: LinearAttentionSpec) -> bool:
     return spec.segments is not None and spec.decay is None and not spec.causal
 
 
+def by_runs(spec: LinearAttentionSpec) -> bool:
+    """Whether wide heads are walked, and then made run by run (`wide_runs.py`)."""
+    return is_wide(spec) and (spec.causal or by_documents(spec))
+
+
 @functools.cache
 def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     columns = F if heads_of_tile(spec) == 2 else spec.D
@@ -63,7 +68,8 @@ def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     dtype = jnp.dtype(spec.dtype).type
     # With gates of channels T is a multiple of 8, and a head's columns are one of 16.
     as_given = heads == 2 and width < HALF and spec.decay != "channel"
-    untiled = spec.T % ROWS_OF_A_TILE != 0 or as_given or by_documents(spec)
+    in_documents = by_documents(spec) and not is_wide(spec)
+    untiled = spec.T % ROWS_OF_A_TILE != 0 or as_given or in_documents
     cut = isinstance(spec, value_blocks.Cut)
     return mosaic.Tiling(spec.layout, columns, width, heads, dtype, untiled, cut)
 

@@ -38,6 +38,9 @@ LARGEST = 2.0**14
 # calls with rows beyond the end, or with columns that a head does not have: there x is 0, and its
 # feature, which may be 1, is multiplied by the power of the head's keys, too.
 MOST, MOST_BESIDE_ZEROS = 2.0**30, 2.0**15
+# Maps whose features are no larger than x + 1. One power is no room for those of others, which of
+# one head may be far apart.
+FITTING = "elu1", "relu", "softplus", "identity", "silu"
 MOST_OF_WEIGHTS = 2.0**100  # of phi(q) inverse
 EXPONENT = 0x7F800000  # the exponent bits of a float32
 
@@ -53,19 +56,31 @@ def powers_of_keys(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | Non
     """[B, G] float32; None where features need none."""
     if not mosaic.has_units(frame.tiling(spec).dtype):
         return None
+    rises, rows = largest_of_keys(spec, inputs)
+    largest = jnp.max(rows, axis=2)
+    phi, room = spec.feature_map, room_for_decay(spec)
+    return power_of(phi(largest) if rises else largest, most_of(spec) / room, LARGEST / room)
+
+
+def largest_of_keys(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[bool, jax.Array]:
+    """Each key's largest feature, [B, G, S] float32; or, if the first value says that the map
+    rises, the x of that feature. Rows that do not count, or are not finite, have the least there
+    is."""
     rises, phi = spec.feature_map.name in RISING, spec.feature_map
-    x = inputs.k if rises else jnp.abs(phi(inputs.k.astype(F32)))
-    rows = jnp.max(x, axis=3).astype(F32)
-    # What follows is of few numbers, and would else be part of the pass over k.
-    rows = lax.optimization_barrier(rows)
-    rows = jnp.swapaxes(rows, 1, 2) if spec.layout == "bthd" else rows  # [B, G, S]
+    rows = largest_of_rows(spec, inputs.k if rises else jnp.abs(phi(inputs.k.astype(F32))))
     counts = jnp.isfinite(rows)
     if inputs.kv_lengths is not None:
         counts &= jnp.arange(spec.T, dtype=jnp.int32) < inputs.kv_lengths[:, None, None]
-    rows = jnp.where(counts, rows, -65504.0 if rises else 0.0)
-    largest = jnp.max(rows, axis=2)
-    room = room_for_decay(spec)
-    return power_of(phi(largest) if rises else largest, _most(spec) / room, LARGEST / room)
+    return rises, jnp.where(counts, rows, -65504.0 if rises else 0.0)
+
+
+def largest_of_rows(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
+    """The largest number of each row of x [B, S, G, columns], or as the layout has it: [B, G, S]
+    float32."""
+    rows = jnp.max(x, axis=3).astype(F32)
+    # What follows is of few numbers, and would else be part of the pass over x.
+    rows = lax.optimization_barrier(rows)
+    return jnp.swapaxes(rows, 1, 2) if spec.layout == "bthd" else rows
 
 
 def room_for_decay(spec: LinearAttentionSpec) -> float:
@@ -77,7 +92,7 @@ def _has_zeros(spec: LinearAttentionSpec) -> bool:
     return spec.T % frame.C != 0 or isinstance(spec, Narrow) and spec.width < spec.D
 
 
-def _most(spec: LinearAttentionSpec) -> float:
+def most_of(spec: LinearAttentionSpec) -> float:
     return MOST_BESIDE_ZEROS if _has_zeros(spec) else MOST
 
 

@@ -4,13 +4,11 @@ rows. Each function says what is lacking, or None."""
 from __future__ import annotations
 
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention.mosaic_gpu import frame, narrow, whole_units
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, narrow, powers, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 SIZES_BOTH_WAYS = 64, 80, 96, 112, 128  # D = V with a decay both ways
-# Maps whose features are no larger than x + 1.
-FITTING = "elu1", "relu", "softplus", "identity", "silu"
 
 
 def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
@@ -43,6 +41,7 @@ def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
 
 def unsupported_in_float16(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Sums and weights have units there; features may not be above its largest number."""
+    name, by_runs = spec.feature_map.name, frame.by_runs(spec)
     if spec.decay and not spec.causal:
         return "with a decay and without causal=True"
     if spec.decay == "channel":
@@ -53,18 +52,16 @@ def unsupported_in_float16(spec: LinearAttentionSpec, phase: str) -> str | None:
             "for the gradients of a decay per head with normalize=False and "
             f"feature_map={spec.feature_map.name!r}, whose features may be negative"
         )
-    if spec.segments and not spec.causal:
+    if spec.segments and not (spec.causal or by_runs):
         return "with segments and without causal=True"
-    if max(spec.D, spec.V) > frame.F:
-        return f"with more than {frame.F} columns"
-    name = spec.feature_map.name
-    if name not in FITTING:
+    if name not in powers.FITTING and (spec.causal or by_runs):
         return f"with feature_map={name!r}, whose features may be larger than its largest number"
     if spec.normalize and not spec.feature_map.nonnegative:
         return f"with normalize=True and feature_map={name!r}, whose features may be negative"
-    if spec.normalize and spec.initial_state:
+    if spec.normalize and spec.initial_state and not by_runs:
         return "with a normalizer beside an initial_state"
-    if spec.normalize and not spec.causal and spec.eps < whole_units.LEAST_EPS:
+    of_shares = spec.normalize and not (spec.causal or by_runs)
+    if of_shares and spec.eps < whole_units.LEAST_EPS:
         return f"without causal=True and with eps below {whole_units.LEAST_EPS:.1e}"
     return None
 
@@ -81,7 +78,7 @@ def unsupported_pairs(spec: LinearAttentionSpec) -> str | None:
 
 def takes_any_rows(spec: LinearAttentionSpec) -> bool:
     """Whether sequences may be no multiple of 8 rows (`mosaic.Views`, `row_copies.py`)."""
-    if frame.by_documents(spec):
+    if frame.by_documents(spec) and not frame.is_wide(spec):
         return True
     walks = (spec.causal or frame.both_ways(spec)) and spec.dtype != "float32"
     return walks and spec.decay != "channel" and not frame.is_wide(spec)

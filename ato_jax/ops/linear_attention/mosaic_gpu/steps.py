@@ -22,8 +22,8 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Where kernels do not count rows."""
     if spec.decay == "channel":
         return "with a decay per channel"
-    if frame.is_wide(spec) and (spec.causal or phase == "backward"):
-        seen = " with causal=True" if spec.causal else " for the gradients"
+    if frame.by_runs(spec) or frame.is_wide(spec) and phase == "backward":
+        seen = " with causal=True or segments" if frame.by_runs(spec) else " for the gradients"
         return f"with more than {frame.F} columns{seen}"
     if spec.causal and spec.offset is None:
         return "of queries and keys that differ with causal=True"
@@ -34,12 +34,14 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Where there is no mask for them."""
-    if frame.by_documents(spec):
+    if frame.by_documents(spec) and not frame.is_wide(spec):
         return document_table.unsupported(spec, phase)
-    if not spec.causal:
+    if frame.both_ways(spec):
         return "with a decay and without causal=True"
     if spec.segments != "self":
         return "of queries and keys that differ"
+    if frame.by_documents(spec) and (spec.initial_state or spec.return_state):
+        return "with a state and without causal=True"
     return "with a decay per channel" if spec.decay == "channel" else None
 
 

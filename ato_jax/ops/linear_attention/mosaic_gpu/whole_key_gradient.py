@@ -17,6 +17,7 @@ none).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -179,13 +180,8 @@ def whole_key_gradient(
                         phi_k = mosaic.kept(maps.unrounded(x) * inverse_of(0, F), count)
                         phi_k = mosaic.rounded(phi_k, tiling.dtype)
                     dk = mosaic.kept(gradient_of_features(), count)
-                    if own_units is not None:
-                        found = phi_k.astype(F32) * mosaic.in_columns(own_units, F)
-                        dk = dk * maps.slope_of_features(found)
-                    elif inverse_ref is None:
-                        dk = dk * maps.slope_of_features(phi_k).astype(F32)
-                    else:
-                        dk = dk * maps.scaled_slope(phi_k.astype(F32), inverse_of(0, F))
+                    factor = None if inverse_ref is None else functools.partial(inverse_of, 0, F)
+                    dk = dk * whole_units.slope_of_keys(maps, x, phi_k, own_units, factor)
                     write(0, dk, dk_ref)
                     write_dv([(phi_k, r_s.at[state])], own_units)
                     return

@@ -24,6 +24,7 @@ signs are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -145,17 +146,43 @@ def whole_output(
                 rest = mosaic.rounded(phi - rounded.astype(F32), tiling.dtype)
                 yield [rounded, rest], rows
 
-        def shares(x: jax.Array, z_own: Any, count: Any) -> tuple[jax.Array, jax.Array]:
-            """Those of queries [C, D], and what their products with means are multiplied by, [C]:
-            den / max(den, eps), and what makes up for the sum of the rounded shares."""
-            phi = mosaic.kept(maps.unrounded(x), count)
-            phi = phi * mosaic.in_rows(load(z_own, OF_COLUMNS), C)
-            den = jnp.sum(phi, axis=1)
+        def weights(x: jax.Array, z_own: Any, count: Any, first: int = 0) -> jax.Array:
+            """phi(q) z, [C, columns]."""
+            phi = mosaic.kept(maps.unrounded(x, first), count)
+            return phi * mosaic.in_rows(load(z_own, OF_COLUMNS), C)
+
+        def shares(phi: jax.Array, den: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Of `weights` those in their sum over all columns, rounded, and their sum."""
             inverse = 1.0 / jnp.maximum(den, LEAST_SUM)
-            found = mosaic.rounded(phi * mosaic.in_columns(inverse, spec.D), tiling.dtype)
-            of_rounded = jnp.sum(found.astype(F32), axis=1)
+            found = phi * mosaic.in_columns(inverse, phi.shape[1])
+            found = mosaic.rounded(found, tiling.dtype)
+            return found, jnp.sum(found.astype(F32), axis=1)
+
+        def factor_of(den: jax.Array, of_rounded: jax.Array) -> jax.Array:
+            """What products of shares with means are multiplied by, [C]: den / max(den, eps), and
+            what makes up for the sum of the rounded shares."""
             of_all = den / jnp.maximum(den, max(spec.eps, LEAST_SUM))
-            return found, of_all / jnp.maximum(of_rounded, LEAST_SHARE)
+            return of_all / jnp.maximum(of_rounded, LEAST_SHARE)
+
+        def shares_of_blocks(slot: Any, state: Any, count: Any) -> tuple[list[Any], jax.Array]:
+            """Those of 64 columns each with the rows of S that they are multiplied with, and their
+            factor. Queries are mapped twice: no registers hold all features in float32."""
+            own = [pl.ds(first, HALF) for first in range(0, spec.D, HALF)]
+
+            def of_block(columns: Any) -> jax.Array:
+                x = load(q_s.at[slot, :, columns])
+                return weights(x, z_s.at[state, columns], count, columns.start)
+
+            def add_block(block: Any, den: jax.Array) -> jax.Array:
+                first = pl.multiple_of(block * HALF, HALF)
+                return den + jnp.sum(of_block(pl.ds(first, HALF)), axis=1)
+
+            nothing = plgpu.layout_cast(jnp.zeros((C,), F32), mosaic.OF_ROWS)
+            den = lax.fori_loop(0, spec.D // HALF, add_block, nothing)
+            found = [shares(of_block(columns), den) for columns in own]
+            of_rounded = functools.reduce(jnp.add, (rounded for _, rounded in found))
+            pairs = zip(found, own, strict=True)
+            return [([one], rows) for (one, _), rows in pairs], factor_of(den, of_rounded)
 
         def write_piece(item: Item) -> None:
             head, columns = share_of(item)
@@ -182,11 +209,17 @@ def whole_output(
                     let_go()
                     own_scale = q_scale_ref[item.batch, head]
                     whole = _widened_features(spec, xs, own_scale, count)
+                elif of_shares and parts > 1:
+                    whole, factor = shares_of_blocks(slot, state, count)
+                    let_go()
                 elif not in_two_parts:
                     x = load(q_s.at[slot])  # [C, D]
                     let_go()
                     if of_shares:
-                        phi, factor = shares(x, z_s.at[state], count)
+                        phi = weights(x, z_s.at[state], count)
+                        den_q = jnp.sum(phi, axis=1)
+                        phi, of_rounded = shares(phi, den_q)
+                        factor = factor_of(den_q, of_rounded)
                     elif whole_units.has_units_of_features(spec):
                         phi = mosaic.kept(maps.unrounded(maps.present(x)), count)
                         (phi,), factor = whole_units.rows_in_units([phi])

@@ -13,7 +13,10 @@ Where the sum fills more registers than a block has, two blocks have half of its
 
 In float16 phi(k) is rounded in units, one for each feature: its largest magnitude so far in the
 piece, over `whole_units.LARGEST` (identity's features are exact and have none). S is accumulated in
-these units, and z in none.
+these units, and z in none. So are features of queries, without a normaliser; with one phi' are
+shares, which are multiplied by `LARGEST`:
+
+    phi'_i = phi(q_i) z inverse_i
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ def whole_sums(
     y: jax.Array,
     of_rows: Sequence[jax.Array] = (),
     lengths: jax.Array | None = None,
+    z: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """[B, heads, P, F, V] and [B, heads, P, F], float32. `deal` counts items.
 
@@ -59,12 +63,13 @@ def whole_sums(
       of_rows: inverse and e, [B, heads, T up to a whole chunk] float32, of queries; of keys none,
         or what multiplies their features.
       lengths: of keys, [B] int32: rows behind them are left out.
+      z: of queries whose sums are to be those of shares, [B, G, F] float32.
     """
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     parts = blocks_of_state(spec)
     workers = spec.D // parts // HALF
     warpgroups = workers + 1
-    in_units = whole_units.has_units_of_features(spec)
+    in_units = whole_units.has_units_of_features(spec) and not of_rows
     scratch = dict(
         x_s=tiling.shared(STAGES, workers, C, HALF),
         y_s=tiling.shared(STAGES, C, spec.V),
@@ -93,6 +98,7 @@ def whole_sums(
     ) -> None:
         *row_refs, total_ref, vector_ref = refs
         lengths_ref = None if lengths is None else row_refs.pop()
+        z_ref: Any = None if z is None else row_refs.pop()
 
         def load_piece(item: Item) -> None:
             head, share = lax.div(item.head, parts), lax.rem(item.head, parts)
@@ -123,6 +129,16 @@ def whole_sums(
                     here = deal.length - item.first_row - chunk * C
                 return jnp.where(mosaic.hidden_position(1) < here, found.astype(F32), 0.0)
 
+            z_own: Any = None
+            if z_ref is not None:
+                group, block = lax.div(head, spec.H // spec.G), share * workers + worker
+                z_own = z_ref.at[item.batch, group, pl.ds(block * HALF, HALF)]
+                z_own = load(z_own, OF_ROWS, optimized=False) * LARGEST
+
+            def first_column() -> Any:
+                first = worker * HALF
+                return first + share * workers * HALF if tiling.is_filled and parts > 1 else first
+
             def mask_values(slot: Any, count: Any) -> None:
                 """Sets rows of y that do not count to 0: each worker does so in some columns."""
 
@@ -136,9 +152,7 @@ def whole_sums(
 
             def map_keys(x: jax.Array, slot: Any, chunk: Any) -> tuple[jax.Array, jax.Array]:
                 """phi(k) of rows and columns that there are, and its sum over the rows."""
-                first = worker * HALF
-                if tiling.is_filled and parts > 1:
-                    first += share * workers * HALF
+                first = first_column()
                 if of_rows:
                     factor = mosaic.in_rows(load(rows_s.at[slot, 0], OF_COLUMNS), HALF)
                     phi = there(maps.unrounded_transposed_keys(x, first) * factor, chunk)
@@ -154,7 +168,7 @@ def whole_sums(
             ) -> tuple[jax.Array, jax.Array, jax.Array]:
                 """phi(k) in units [HALF] of its features, which are at least those `before`; its
                 sum over the rows; and the units, each the largest magnitude."""
-                phi = maps.unrounded_transposed_keys(x, worker * HALF)
+                phi = maps.unrounded_transposed_keys(x, first_column())
                 if lengths_ref is not None or deal.length % C:
                     phi = there(phi, chunk)
                 size = phi if spec.feature_map.nonnegative else jnp.abs(phi)
@@ -165,11 +179,13 @@ def whole_sums(
 
             def map_queries(x: jax.Array, slot: Any, chunk: Any) -> tuple[jax.Array, jax.Array]:
                 inverse, e = (load(rows_s.at[slot, number], OF_COLUMNS) for number in range(2))
-                phi = maps.unrounded(x) * mosaic.in_rows(inverse, HALF)
+                phi = maps.unrounded_transposed_queries(x, first_column())
+                phi = phi if z_own is None else phi * mosaic.in_columns(z_own, C)
+                phi = phi * mosaic.in_rows(inverse, HALF)
                 # Beyond the end g and e are 0, but phi(0) inverse may be large or not finite.
                 masks = deal.length % C and not maps.slope_is_known
                 phi = there(phi, chunk) if masks else phi
-                rounded, e = mosaic.rounded(phi), mosaic.in_rows(e, HALF)
+                rounded, e = mosaic.rounded(phi, tiling.dtype), mosaic.in_rows(e, HALF)
                 e = there(e, chunk) if masks else e
                 return rounded, -jnp.sum(phi * e, axis=1)
 
@@ -200,6 +216,8 @@ def whole_sums(
             total, vector, *largest = lax.fori_loop(0, item.chunks, sum_chunk, start)
             if in_units:
                 total = total * mosaic.in_columns(largest[0] * (1 / LARGEST), spec.V)
+            if z_own is not None:
+                total, vector = total * (1 / LARGEST), vector * (1 / LARGEST)
             of_piece = item.batch, head, item.piece
             rows = pl.ds((share * workers + worker) * HALF, HALF)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -229,5 +247,5 @@ def whole_sums(
         jax.ShapeDtypeStruct((*of_pieces, spec.D, spec.V), F32),
         jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
-    arrays = (x, y, *of_rows, *([] if lengths is None else [lengths]))
+    arrays = (x, y, *of_rows, *(one for one in (z, lengths) if one is not None))
     return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=warpgroups)

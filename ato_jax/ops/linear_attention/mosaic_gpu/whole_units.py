@@ -27,22 +27,24 @@ they are float16 numbers already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F16
+from ato_jax.mosaic import F16, F32
 from ato_jax.mosaic.scales import LEAST_UNIT, has_units, units_of_rows
 from ato_jax.mosaic.scales import in_units as in_units_of_rows
+from ato_jax.ops.linear_attention.mosaic_gpu.feature_maps import Features
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 
 LARGEST = 2.0**14
 # Smaller sums of features count as 0: LARGEST over it, and its product with a value are normal
 # numbers of float32.
 LEAST_SUM = 2.0**-100
-# Above what 128 features of up to 2^16, each with a sum that counts as 0, make of a denominator:
+# Above what 256 features of up to 2^16, each with a sum that counts as 0, make of a denominator:
 # with an eps of at least this, such features change nothing that is divided by it.
 LEAST_EPS = 2.0**-76
 LEAST_SHARE = 2.0**-24  # float16's smallest positive number
@@ -58,6 +60,32 @@ def rows_in_units(parts: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Arra
     units [rows]."""
     units = units_of_rows(parts) * (1 / LARGEST)
     return [mosaic.rounded(in_units_of_rows(part, units), F16) for part in parts], units
+
+
+def in_units_of(x: jax.Array, largest: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """As `rows_in_units`, of one part x [rows, columns] float32 of which the `largest` magnitudes
+    [rows] of each part are known."""
+    units = jnp.maximum(functools.reduce(jnp.maximum, largest), LEAST_UNIT) * (1 / LARGEST)
+    return mosaic.rounded(in_units_of_rows(x, units), F16), units
+
+
+def slope_of_keys(
+    maps: Features,
+    x: jax.Array,
+    rounded: jax.Array,
+    units: jax.Array | None = None,
+    inverse: Callable[[], jax.Array] | None = None,
+) -> jax.Array:
+    """phi'(x), float32, where phi(x) was `rounded` in `units` of its rows, or in none; or, where it
+    was rounded as shares phi(x) `inverse()`, the derivative of these."""
+    if inverse is not None and maps.slope_is_known:
+        return maps.scaled_slope(rounded.astype(F32), inverse())
+    if inverse is not None:
+        return maps.slope(x) * inverse()
+    phi = rounded
+    if units is not None:
+        phi = phi.astype(F32) * mosaic.in_columns(units, phi.shape[1])
+    return maps.slope_of(x, phi).astype(F32)
 
 
 def in_units(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -55,7 +55,8 @@ def factors_of(
     """
     if gates is None and borders.begun is None:
         return None
-    of_gates = _in_runs(spec, jnp.zeros((spec.B, 1, 1)) if gates is None else gates)
+    nothing = jnp.zeros((spec.B, 1, 1), jnp.float32)
+    of_gates = _in_runs(spec, nothing if gates is None else gates)
     last = of_gates[..., -1:]  # [B, G, runs, chunks, 1]
     sums = of_gates + jnp.cumsum(last, axis=3) - last
     whole = sums[:, :, :, -1:, -1:]
@@ -134,10 +135,14 @@ def _of_segments(
     tails = jnp.stack(found[::-1], axis=2)[..., None]
     last = jnp.where(ends < C - 1, start[..., None] + ends, tails)
     row = jnp.arange(C, dtype=jnp.int32)
+    goes_on = begun == 0
+    if not spec.causal:  # keys are walked from the end, ahead of which zeros have features, too
+        rows = start[..., None] + jnp.arange(C, dtype=jnp.int32)
+        goes_on &= rows < spec.T
     seen = (
         first < 0,
         last == BEYOND,
-        begun == 0,
+        goes_on,
         row >= adds[..., None],
         jnp.broadcast_to(~cut[..., None], begun.shape),
     )

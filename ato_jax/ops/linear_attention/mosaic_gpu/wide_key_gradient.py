@@ -1,5 +1,5 @@
 """The gradients of keys and values of 129 to 256 columns that every query sees, as in
-`whole_key_gradient.py`, of R [F, V] (bfloat16) and u [F]:
+`whole_key_gradient.py`, of R [F, V] (16 bits) and u [F]:
 
     dv_j = R^T phi(k_j)
     dk_j = (R v_j + u) phi'(k_j)
@@ -7,6 +7,11 @@
     memory       loads R and u of a head, and chunks of k and of v by turns, as slots come free
     gradients    each 64 columns of both: maps its own of k in place, and where all have multiplied
                  these, dv lies in their place, and dk in v's
+
+In float16 (`whole_units.py`) R comes in a unit of its head, by which products are multiplied; where
+there is a normaliser phi(k) are shares, which are multiplied by `LARGEST`. Without one phi(k) is
+rounded in a unit of its row, by which dv is multiplied. The warpgroups exchange what is largest in
+their own columns (identity's features are exact and have no unit).
 """
 
 from __future__ import annotations
@@ -15,13 +20,15 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
@@ -32,12 +39,17 @@ def wide_key_gradient(
     v: jax.Array,
     r: jax.Array,
     u: jax.Array,
+    units: jax.Array | None = None,
+    inverse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, of r [B, G, F, V] in bfloat16 and u [B, G, F] in float32."""
+    """dk and dv, of r [B, G, F, V] in the dtype of tiles and u [B, G, F] in float32. In float16
+    `units` [B, G] float32 are those of r, and with a normaliser `inverse` [B, G, F] float32 is
+    `LARGEST` / z."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     workers = spec.D // HALF
     warpgroups = workers + 1
     slots = 3 if workers > 3 else 6  # what R leaves room for
+    of_rows = whole_units.has_units_of_features(spec) and not spec.normalize
     scratch = dict(
         x_s=tiling.shared(slots, workers, C, HALF),
         r_s=tiling.shared(workers, HALF, spec.V),
@@ -50,15 +62,19 @@ def wide_key_gradient(
         r_loaded=plgpu.Barrier(num_arrivals=2 * workers),
         r_free=plgpu.Barrier(num_arrivals=workers),
     )
+    if inverse is not None:
+        scratch["inverse_s"] = plgpu.SMEM((workers, HALF), F32)
+        scratch["r_loaded"] = plgpu.Barrier(num_arrivals=3 * workers)
+    if of_rows:
+        scratch["largest_s"] = plgpu.SMEM((workers, C), F32)
+        scratch["largest_stored"] = plgpu.Barrier(num_arrivals=workers)
 
     def body(
         k_ref: Any,
         v_ref: Any,
         r_ref: Any,
         u_ref: Any,
-        dk_ref: Any,
-        dv_ref: Any,
-        *,
+        *refs: Any,
         x_s: Any,
         r_s: Any,
         u_s: Any,
@@ -69,17 +85,26 @@ def wide_key_gradient(
         v_multiplied: Any,
         r_loaded: Any,
         r_free: Any,
+        inverse_s: Any = None,
+        largest_s: Any = None,
+        largest_stored: Any = None,
     ) -> None:
         own = mosaic.group()
+        *given, dk_ref, dv_ref = refs
+        inverse_ref: Any = given.pop() if inverse is not None else None
+        (units_ref,) = given or (None,)
 
         def load_piece(item: Item) -> None:
             @pl.when(item.number > 0)
             def _() -> None:
                 plgpu.barrier_wait(r_free)
 
+            of_heads = [(r_ref, r_s), (u_ref, u_s)]
+            if inverse_ref is not None:
+                of_heads.append((inverse_ref, inverse_s))
             for block in range(workers):
                 rows = pl.ds(block * HALF, HALF)
-                for ref, own_s in ((r_ref, r_s), (u_ref, u_s)):
+                for ref, own_s in of_heads:
                     source = ref.at[item.batch, item.head, rows]
                     plgpu.copy_gmem_to_smem(source, own_s.at[block], r_loaded)
 
@@ -96,6 +121,12 @@ def wide_key_gradient(
 
         def write_piece(item: Item) -> None:
             plgpu.barrier_wait(r_loaded)
+            unit: Any = None if units_ref is None else units_ref[item.batch, item.head]
+            # Shares come times `LARGEST`, and so does what dk is multiplied by.
+            unit_of_shares = unit if inverse_ref is None else unit * (1 / LARGEST)
+
+            def inverse_of_own() -> jax.Array:
+                return mosaic.in_rows(load(inverse_s.at[own], OF_COLUMNS), C)
 
             def all_have(barrier: Any) -> None:
                 plgpu.barrier_arrive(barrier)
@@ -114,7 +145,7 @@ def wide_key_gradient(
                         plgpu.barrier_arrive(free.at[slot_of(tile, slots)])
 
                 def write(slot: Any, found: jax.Array, ref: Any) -> None:
-                    x_s.at[slot, own][...] = found.astype(BF16)
+                    x_s.at[slot, own][...] = found.astype(tiling.dtype)
                     plgpu.commit_smem()
                     target = tiling.part(ref, item, item.rows(chunk), item.head, own)
                     plgpu.copy_smem_to_gmem(x_s.at[slot, own], target)
@@ -122,7 +153,18 @@ def wide_key_gradient(
                 plgpu.barrier_wait(loaded.at[slot])
                 first = own * HALF if tiling.is_filled else 0
                 x = maps.present(load(x_s.at[slot, own]), first)
-                phi_k = maps.keys(x, first=first)
+                own_units: Any = None
+                if of_rows:
+                    phi_k = maps.unrounded(x, first)
+                    largest_s.at[own][...] = jnp.max(jnp.abs(phi_k), axis=1)
+                    all_have(largest_stored)
+                    parts = [load(largest_s.at[n], OF_ROWS) for n in range(workers)]
+                    phi_k, own_units = whole_units.in_units_of(phi_k, parts)
+                elif inverse_ref is None:
+                    phi_k = maps.keys(x, first=first)
+                else:
+                    phi_k = maps.unrounded(x, first) * inverse_of_own()
+                    phi_k = mosaic.rounded(phi_k, tiling.dtype)
                 x_s.at[slot, own][...] = phi_k
                 plgpu.commit_smem()
                 all_have(mapped)
@@ -134,16 +176,21 @@ def wide_key_gradient(
                     (mosaic.zeros(C, HALF), products), meanwhile=lambda: let_go(tile - 1)
                 )
                 all_have(k_multiplied)
-                write(slot, dv, dv_ref)
+                dv = dv if own_units is None else dv * mosaic.in_columns(own_units, HALF)
+                write(slot, dv if unit is None else dv * unit_of_shares, dv_ref)
                 plgpu.barrier_wait(loaded.at[v_slot])
                 of_sum = mosaic.in_rows(load(u_s.at[own], OF_COLUMNS), C)
+                of_sum = of_sum if unit is None else of_sum * (1 / unit)
                 products = [
                     (x_s.at[v_slot, block], r_s.at[own, :, pl.ds(block * HALF, HALF)].T)
                     for block in range(workers)
                 ]
                 (dk,) = multiply((of_sum, products), meanwhile=lambda: let_go(tile))
                 all_have(v_multiplied)
-                write(v_slot, dk * maps.slope_of(x, phi_k).astype(F32), dk_ref)
+                dk = dk if unit is None else dk * unit_of_shares
+                factor = None if inverse_ref is None else inverse_of_own
+                dk = dk * whole_units.slope_of_keys(maps, x, phi_k, own_units, factor)
+                write(v_slot, dk, dk_ref)
 
             lax.fori_loop(0, item.chunks, write_chunk, None)
             plgpu.barrier_arrive(r_free)
@@ -162,8 +209,8 @@ def wide_key_gradient(
             plgpu.wait_smem_to_gmem(0)
             plgpu.barrier_arrive(free.at[slot_of(2 * steps - 1, slots)])
 
-    out_type = jax.ShapeDtypeStruct(k.shape, BF16), jax.ShapeDtypeStruct(v.shape, BF16)
-    arrays = k, v, r, u
+    out_type = tuple(jax.ShapeDtypeStruct(x.shape, tiling.dtype) for x in (k, v))
+    arrays = [k, v, r, u, *(x for x in (units, inverse) if x is not None)]
     return frame.launch(
         body, "wide_key_gradient", deal, out_type, scratch, arrays, warpgroups=warpgroups
     )

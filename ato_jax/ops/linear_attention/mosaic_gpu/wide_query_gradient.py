@@ -12,6 +12,15 @@ over the queries, for which there is no room beside S (`whole_sums.py`).
     dq        a warpgroup for each 64 columns; once all have multiplied g, dq takes g's place
 
 The columns meet once a chunk, to add up e and den. z is read from memory: there is no room for it.
+
+In float16 (`whole_units.py`) S comes in a unit of its head. Where there is a normaliser it comes as
+means b of the values, and of shares w of a query
+
+    P_i  = g_i b^T,  w_i = phi(q_i) z inverse_i,  e_i = w_i . P_i
+    dq_i = (P_i - e_i) phi'(q_i) z inverse_i
+
+The factors of P_i - e_i are multiplied in this order: their product is 0 where phi' is, and near 1
+at most where phi' is about phi(q_i), though z inverse_i may be large.
 """
 
 from __future__ import annotations
@@ -25,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, slot_of
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -39,11 +48,14 @@ def wide_query_gradient(
     s: jax.Array,
     z: jax.Array,
     least: jax.Array,
+    units: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """dq; and where there is a normaliser inverse and e [B, H, T up to a whole chunk], float32. Of
-    s [B, G, F, V] in bfloat16, z [B, G, F] and least [B, G] in float32."""
+    s [B, G, F, V] in the dtype of tiles, z [B, G, F] and least [B, G] in float32. In float16 with a
+    normaliser s are means; otherwise `units` [B, G] float32 are those of s."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
+    of_shares = mosaic.has_units(tiling.dtype) and spec.normalize
     workers = spec.D // HALF
     warpgroups = workers + 1
     # Of q, and of g, which is there until the next chunk's product: what S leaves room for.
@@ -70,8 +82,7 @@ def wide_query_gradient(
         s_ref: Any,
         z_ref: Any,
         least_ref: Any,
-        dq_ref: Any,
-        *row_refs: Any,
+        *refs: Any,
         q_s: Any,
         g_s: Any,
         s_s: Any,
@@ -86,6 +97,7 @@ def wide_query_gradient(
         s_free: Any,
     ) -> None:
         own = mosaic.group()
+        units_ref, (dq_ref, *row_refs) = (None, refs) if units is None else (refs[0], refs[1:])
 
         def load_piece(item: Item) -> None:
             of_head = item.batch, lax.div(item.head, group_size)
@@ -147,8 +159,11 @@ def wide_query_gradient(
                     for block in range(workers)
                 ]
                 G, (x, phi_q) = mosaic.multiply_while(products, (C, HALF), meanwhile)
+                G = G if units_ref is None else G * units_ref[of_head]
+                inverse: Any = None
                 if spec.normalize:
-                    sums = jnp.sum(phi_q * G, axis=1), jnp.sum(phi_q * z(), axis=1)
+                    of_phi = phi_q * z() if of_shares else phi_q
+                    sums = jnp.sum(of_phi * G, axis=1), jnp.sum(phi_q * z(), axis=1)
                     for number, sum_of_own in enumerate(sums):
                         parts_s.at[own, number][...] = sum_of_own
                 plgpu.barrier_arrive(multiplied)
@@ -166,11 +181,14 @@ def wide_query_gradient(
 
                     @pl.when(own == 0)
                     def _() -> None:
-                        for number, found in enumerate((inverse, e)):
-                            parts_s.at[0, number][...] = found
+                        parts_s.at[0, 0][...], parts_s.at[0, 1][...] = inverse, e
 
-                    G = (G - mosaic.in_columns(e, HALF) * z()) * mosaic.in_columns(inverse, HALF)
-                own_dq[...] = (G * maps.slope_of(x, phi_q)).astype(BF16)
+                    e = mosaic.in_columns(e, HALF)
+                    G = G - e if of_shares else (G - e * z()) * mosaic.in_columns(inverse, HALF)
+                slope = maps.slope_of(x, phi_q)
+                if of_shares:
+                    slope = slope * z() * mosaic.in_columns(inverse, HALF)
+                own_dq[...] = (G * slope).astype(tiling.dtype)
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
                 plgpu.copy_smem_to_gmem(own_dq, tiling.part(dq_ref, item, rows, item.head, own))
@@ -200,8 +218,8 @@ def wide_query_gradient(
             plgpu.barrier_arrive(free.at[slot_of(steps - 1, slots)])
 
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
-    out_type = (jax.ShapeDtypeStruct(q.shape, BF16), *([rows] * (2 * spec.normalize)))
-    arrays = q, g, s, z, least
+    out_type = (jax.ShapeDtypeStruct(q.shape, tiling.dtype), *([rows] * (2 * spec.normalize)))
+    arrays = q, g, s, z, least, *([] if units is None else [units])
     found = frame.launch(
         body, "wide_query_gradient", deal, out_type, scratch, arrays, warpgroups=warpgroups
     )

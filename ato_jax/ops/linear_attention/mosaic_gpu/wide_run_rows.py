@@ -13,11 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps
+from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, powers, wide_powers
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
-    MOST_COLUMNS,
     UNIT,
     Pass,
     Runs,
@@ -26,16 +25,32 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     rows_of,
 )
 
-Found = tuple[jax.Array, ...]  # [64, D], in parts of at most MOST_COLUMNS
+# x times it, less that less x, is x rounded to the digits of float16.
+DIGITS = 2.0**13 + 1
+Found = tuple[jax.Array, ...]  # [64, D], in parts of as many columns as a product has
+
+
+class Powers(NamedTuple):
+    """What a warpgroup multiplies by in float16 (`wide_powers.py`): one number, or one for each of
+    its rows, [64]."""
+
+    keys: Any  # c
+    row: Any  # of the features of its own queries; 1 where it has none
+    pairs: Any  # w[i, j]
+    state: Any  # x_i T, which then is a sum as w[i, j] p_j is
+    found: Any  # these sums, at last
 
 
 class Own(NamedTuple):
-    """A warpgroup's own rows: their chunk, L of each row with a decay, and with segments the limit
-    of what each row sees, [64]."""
+    """A warpgroup's own rows: their chunk, the turn at which it comes, L of each row with a decay,
+    and with segments the limits of what each row sees, [64]; and the powers of two, in float16."""
 
     chunk: Any
+    turn: Any
     sums: jax.Array | None
     limit: jax.Array | None
+    limit_beyond: jax.Array | None
+    powers: Powers | None
 
 
 def own_rows(passes: Sequence[Runs]) -> None:
@@ -45,31 +60,33 @@ def own_rows(passes: Sequence[Runs]) -> None:
 
 def write_unit(runs: Runs, item: Item) -> None:
     own, number = runs.own, mosaic.slot_of(mosaic.group(), UNIT)
-    own_chunk = runs.own_chunk(item, number)
-    # A unit's second chunk may be behind the sequence's last one, and then multiplies for nothing.
-    ahead = runs.last(item) - own_chunk if runs.from_the_end else own_chunk - runs.first(item)
-    turns = jnp.clip(ahead + 1, 1, runs.turns(item))
-    mine = Own(own_chunk, *(of_own(runs, item, ref) for ref in runs.of_pairs))
+    own_chunk, (turns, own_turn) = runs.own_chunk(item, number), runs.turns_of(item, number)
+    sums, limit, beyond = (of_own(runs, item, ref) for ref in runs.of_pairs)
     own.x_loaded.wait(number)
-    den = map_rows(runs, item, own.x.at[number]) if runs.by_values else ()
-    found = read_state(runs, item)
-    one = functools.partial(add_chunk, runs, item, mine, turns)
+    mine = Own(own_chunk, own_turn, sums, limit, beyond, powers_of(runs, item))
+    den = map_rows(runs, item, mine.powers) if runs.by_values else ()
+    found = read_state(runs, item, mine.powers)
+    one = functools.partial(add_chunk, runs, item, mine)
+    carried = found, den
     if runs.in_two_parts:
-        found, den = lax.fori_loop(0, turns - 1, one, (found, den))
-        found, den = one(turns - 1, (found, den), in_two_parts=True)
+        carried = lax.fori_loop(0, own_turn, one, carried)
+        carried = one(own_turn, carried, in_two_parts=True)
+        if runs.both_ways:
+            carried = lax.fori_loop(own_turn + 1, turns, one, carried)
     else:
-        found, den = lax.fori_loop(0, turns, one, (found, den))
+        carried = lax.fori_loop(0, turns, one, carried)
+    found, den = carried
     skip = functools.partial(skip_chunk, runs, item)
     lax.fori_loop(turns, runs.turns(item), skip, None)
     reader = await_reader(runs, item)
     if runs.of is Pass.DQ:
-        k_slot = own.ring.slot(runs.tile_of_chunk(item, turns - 1, 1))
+        k_slot = own.ring.slot(runs.tile_of_chunk(item, own_turn, 1))
         write_query_gradient(runs, item, found, reader, k_slot, mine)
         runs.let_go(k_slot)
     elif runs.of is Pass.DK:
-        write_key_gradient(runs, item, found, reader)
+        write_key_gradient(runs, item, found, reader, mine.powers)
     else:
-        write_found(runs, found, den)
+        write_found(runs, found, den, mine.powers)
     plgpu.commit_smem()
     if reader is not None:
         runs.let_go(reader)
@@ -88,37 +105,131 @@ def of_own(runs: Runs, item: Item, ref: Any) -> Any:
     return load(ref.at[at], OF_ROWS, optimized=False)
 
 
-def times(found: jax.Array, reads: jax.Array | None) -> jax.Array:
-    """What rows read of a state or a vector, [64, columns], times their factors, if any."""
-    return found if reads is None else found * mosaic.in_columns(reads, found.shape[1])
+def powers_of(runs: Runs, item: Item) -> Powers | None:
+    """None where numbers are only rounded. x has been loaded, and DQ leaves its largest
+    magnitudes."""
+    if runs.arrays.powers is None:
+        return None
+    keys, sums = (runs.power(item, number) for number in (wide_powers.KEYS, wide_powers.SUMS))
+    row: Any = 1.0
+    if runs.of in (Pass.OUT, Pass.DQ):
+        largest = largest_of_x(runs)
+        leave(runs, item, runs.left.cotangents, largest)
+        if runs.of is Pass.OUT:
+            row = powers.power_of(largest, powers.most_of(runs.spec))
+            largest = largest * row
+        of_pairs = largest * runs.power(item, wide_powers.PAIRS)
+        pairs = powers.power_of(of_pairs, wide_powers.MOST)
+        found = 1.0 / (row * (keys * pairs) if runs.of is Pass.OUT else pairs)
+    else:
+        of_values = runs.of is Pass.DV
+        pairs = runs.power(item, wide_powers.SHARES if of_values else wide_powers.PAIRS)
+        found = (1.0 if of_values else keys) / (pairs * runs.power(item, wide_powers.QUERIES))
+    return Powers(keys, row, pairs, pairs / sums, found)
 
 
-def vector_of(runs: Runs, block: int) -> jax.Array:
-    """64 columns of z or u, in all rows."""
-    own = runs.own.vector.at[mosaic.group(), columns_of(block)]
-    return mosaic.in_rows(load(own, OF_COLUMNS), C)
-
-
-def map_rows(runs: Runs, item: Item, x: Any) -> Any:
-    """Maps x in place. With a normaliser returns what the run's state adds to den."""
-    den: Any = plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
+def largest_of_x(runs: Runs) -> jax.Array:
+    """The largest magnitude of each own row of x, for OUT of its features, [64]."""
+    found: Any = None
     for block in range(runs.blocks):
-        part = x.at[:, columns_of(block)]
+        x = load(runs.own.x.at[mosaic.group(), :, columns_of(block)])
+        if runs.of is Pass.OUT:
+            largest = runs.phi.largest_of_rows(x, block * HALF)
+        else:
+            largest = jnp.max(jnp.abs(x.astype(F32)), axis=1)
+        found = largest if found is None else jnp.maximum(found, largest)
+    return found
+
+
+def times(found: jax.Array, reads: Any) -> jax.Array:
+    """What rows read of a state or a vector, [64, columns], times a number, or one of each row, if
+    any."""
+    if reads is None:
+        return found
+    return found * (mosaic.in_columns(reads, found.shape[1]) if jnp.ndim(reads) else reads)
+
+
+def vector_of(runs: Runs, item: Item, block: int, side: int) -> jax.Array:
+    """64 columns of z or u, in all rows."""
+    if runs.has_vector:
+        own = load(runs.own.vector.at[mosaic.group(), columns_of(block)], OF_COLUMNS)
+    else:
+        chunk = runs.chunk_of_vectors(item, mosaic.group(), side)
+        at = item.batch, runs.kv_head(item), chunk, columns_of(block)
+        own = load(runs.vectors[side].at[at], OF_COLUMNS, optimized=False)
+    return mosaic.in_rows(own, C)
+
+
+def vectors_times(runs: Runs, item: Item, block: int, reads: Sequence[Any]) -> jax.Array:
+    """64 columns of what rows read of the vectors, [64, 64], added up over the sides."""
+    found = mosaic.zeros(C, HALF)
+    for side, own in enumerate(reads):
+        found = found + times(vector_of(runs, item, block, side), own)
+    return found
+
+
+def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
+    """Maps x in place. With a normaliser returns what the run's states add to den."""
+    dens: list[Any] = [plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)] * runs.sides
+    for block in range(runs.blocks):
+        part = runs.own.x.at[mosaic.group(), :, columns_of(block)]
         if runs.of is Pass.DV:
             half = block if runs.tiling.is_filled else 0
-            feature_maps.map_keys_in_place(runs.spec, part, half)
+            power = None if own is None else own.keys
+            feature_maps.map_keys_in_place(runs.spec, part, half, power=power)
             continue
-        phi = runs.phi.queries(load(part), block * HALF)
+        if own is None:
+            phi = runs.phi.queries(load(part), block * HALF)
+        else:
+            phi = times(runs.phi.unrounded(load(part), block * HALF), own.row)
+            phi = mosaic.rounded(phi, runs.tiling.dtype)
         part[...] = phi
         if runs.normalizes:
-            den = den + jnp.sum(phi.astype(F32) * vector_of(runs, block), axis=1)
+            phi = phi.astype(F32)
+            dens = [
+                den + jnp.sum(phi * vector_of(runs, item, block, side), axis=1)
+                for side, den in enumerate(dens)
+            ]
     plgpu.commit_smem()
-    reads = of_own(runs, item, runs.arrays.reads) if runs.normalizes else None
-    return den if reads is None else den * reads
+    if own is not None:
+        dens = [den * own.pairs for den in dens]
+    if runs.normalizes:
+        factors = [of_own(runs, item, ref) for ref in runs.reads]
+        dens = [
+            den if own_factor is None else den * own_factor
+            for den, own_factor in zip(dens, factors, strict=True)
+        ]
+    return functools.reduce(jnp.add, dens)
 
 
-def read_state(runs: Runs, item: Item) -> Found:
+def reads_of_states(runs: Runs, item: Item, own: Powers | None) -> list[Any]:
+    """Of each side, what rows' products with its state are multiplied by, if by anything."""
+    found = [of_own(runs, item, ref) for ref in runs.reads]
+    if own is None:
+        return found
+    return [own.state if reads is None else reads * own.state for reads in found]
+
+
+def read_both_states(runs: Runs, item: Item, own: Powers | None) -> Found:
+    """x T of both sides, in 64 columns at a time."""
+    x, found = runs.own.x.at[mosaic.group()], []
+    reads = reads_of_states(runs, item, own)
+    for block in range(runs.blocks):
+        parts = []
+        for side in range(runs.sides):
+            slot = runs.wait(runs.tile_of_state(item, block, side))
+            factor = runs.turned.at[slot] if runs.turns_states else runs.tiles.at[slot].T
+            (part,) = multiply((mosaic.zeros(C, HALF), [(x, factor)]))
+            runs.let_go(slot)
+            parts.append(times(part, reads[side]))
+        found.append(functools.reduce(jnp.add, parts))
+    return tuple(found)
+
+
+def read_state(runs: Runs, item: Item, own: Powers | None) -> Found:
     """x T, with T in 64 rows at a time."""
+    if runs.both_ways:
+        return read_both_states(runs, item, own)
     x = runs.own.x.at[mosaic.group()]
     found = tuple(mosaic.zeros(C, columns.size) for columns in runs.parts)
     for block in range(runs.blocks):
@@ -131,7 +242,7 @@ def read_state(runs: Runs, item: Item) -> Found:
         sums = ((start, [(part, own)]) for start, own in zip(found, factors, strict=True))
         found = multiply(*sums)
         runs.let_go(slot)
-    reads = of_own(runs, item, runs.arrays.reads)
+    (reads,) = reads_of_states(runs, item, own)
     return tuple(times(part, reads) for part in found)
 
 
@@ -140,12 +251,19 @@ def weights_of(
 ) -> jax.Array:
     """w [64, 64] of the own rows and those of a chunk, as the decay leaves it, 0 where a row does
     not see the other. `seen_sums`: L of the chunk's rows."""
+    if mine.powers is not None:
+        w = times(w, mine.powers.pairs)
     i, j = mosaic.hidden_position(0), mosaic.hidden_position(1)
     behind = (mine.chunk - chunk) * C
-    sees = i <= j - behind if runs.from_the_end else i >= j - behind
-    if mine.limit is not None:
-        limit = mosaic.in_columns(mine.limit - chunk * C, C)
-        sees &= j <= limit if runs.from_the_end else j >= limit
+    if runs.both_ways:
+        sees = j < runs.spec.T - chunk * C
+    else:
+        sees = i <= j - behind if runs.from_the_end else i >= j - behind
+    limits = (mine.limit, runs.from_the_end), (mine.limit_beyond, not runs.from_the_end)
+    for limit, is_last in limits:
+        if limit is not None:
+            own_limit = mosaic.in_columns(limit - chunk * C, C)
+            sees &= j <= own_limit if is_last else j >= own_limit
     if mine.sums is not None and seen_sums is not None:
         own, seen = mosaic.in_columns(mine.sums, C), mosaic.in_rows(seen_sums, C)
         lost = seen - own if runs.from_the_end else own - seen
@@ -166,7 +284,6 @@ def add_chunk(
     runs: Runs,
     item: Item,
     mine: Own,
-    turns: Any,
     turn: Any,
     carried: tuple[Found, Any],
     in_two_parts: bool = False,
@@ -189,13 +306,18 @@ def add_chunk(
     runs.let_go(y_slot)
     if runs.of is Pass.DK:
         w = w - mosaic.in_rows(e, C)
-    exact = weights_of(runs, w, mine, chunk, seen_sums)
-    w = mosaic.rounded(exact)
+    exact, raised = weights_of(runs, w, mine, chunk, seen_sums), None
+    if mine.powers is not None and runs.by_values:
+        # Rows may be far below the bound of their head's shares.
+        raised = powers.power_of(jnp.max(jnp.abs(exact), axis=1), wide_powers.MOST_OF_ROWS)
+        exact, found = times(exact, raised), tuple(times(part, raised) for part in found)
+    w = mosaic.rounded(exact, runs.tiling.dtype)
     factors = [w]
     if in_two_parts:
-        factors.insert(0, mosaic.rounded(exact - w.astype(F32)))
+        factors.insert(0, mosaic.rounded(exact - w.astype(F32), runs.tiling.dtype))
     if runs.of is Pass.OUT and runs.normalizes:
-        den = den + jnp.sum(w.astype(F32), axis=1)
+        added = jnp.sum(w.astype(F32), axis=1)
+        den = den + (added if raised is None else added / raised)
     p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
     if not runs.by_values:
         own.mapped.wait(p_slot)
@@ -205,12 +327,14 @@ def add_chunk(
         for start, columns in zip(found, runs.parts, strict=True)
     )
     found = multiply(*sums)
+    if raised is not None:
+        found = tuple(times(part, 1.0 / raised) for part in found)
     if runs.of is not Pass.DQ:
         runs.let_go(p_slot)
     else:
         # The gradient of queries is made of the own keys, too.
-        pl.when(turn < turns - 1)(functools.partial(runs.let_go, p_slot))
-    return found, den
+        pl.when(turn != mine.turn)(functools.partial(runs.let_go, p_slot))
+    return tuple(found), den
 
 
 def skip_chunk(runs: Runs, item: Item, turn: Any, _: None) -> None:
@@ -233,21 +357,23 @@ def await_reader(runs: Runs, item: Item) -> Any:
 
 
 def block_in(found: Sequence[jax.Array], block: int) -> jax.Array:
-    part, first = divmod(block * HALF, MOST_COLUMNS)
+    part, first = divmod(block * HALF, found[0].shape[1])
     return found[part][:, first : first + HALF]
 
 
-def write_found(runs: Runs, found: Found, den: Any) -> None:
+def write_found(runs: Runs, found: Found, den: Any, own: Powers | None) -> None:
     """out or dv, in x's place."""
-    factor: Any = runs.spec.scale if runs.of is Pass.OUT else None
+    factor: Any = None if own is None else own.found
     if runs.normalizes:
-        factor = 1.0 / jnp.maximum(den, runs.spec.eps)
+        eps: Any = runs.spec.eps
+        if own is not None:  # den has the same powers
+            eps = eps * own.row * (own.keys * own.pairs)
+        factor = 1.0 / jnp.maximum(den, eps)
+    elif runs.of is Pass.OUT:
+        factor = runs.spec.scale if factor is None else factor * runs.spec.scale
     for columns, part in zip(runs.parts, found, strict=True):
-        if runs.normalizes:
-            part = part * mosaic.in_columns(factor, columns.size)
-        elif factor is not None:
-            part = part * factor
-        runs.own.x.at[mosaic.group(), :, columns][...] = part.astype(BF16)
+        found_here = times(part, factor).astype(runs.tiling.dtype)
+        runs.own.x.at[mosaic.group(), :, columns][...] = found_here
 
 
 def write_query_gradient(
@@ -257,31 +383,39 @@ def write_query_gradient(
     more, as registers have room for 64 columns of them."""
     spec, maps, x = runs.spec, runs.phi, runs.own.x.at[mosaic.group()]
     q, k = runs.tiles.at[reader], runs.tiles.at[k_slot]
+    own = mine.powers
+    found = None if own is None else own.found
     # g has been read: in its last columns is what a row sees of each key.
     seen = [x.at[:, columns_of(runs.blocks - 1 - part)] for part in range(1 + runs.in_two_parts)]
     if runs.normalizes:
         own_sums = sums_of_seen(runs, item, mine.chunk)
-        left = weights_of(runs, mosaic.zeros(C, C) + 1.0, mine, mine.chunk, own_sums)
+        ones, visible = mosaic.zeros(C, C) + 1.0, mine._replace(powers=None)
+        left = weights_of(runs, ones, visible, mine.chunk, own_sums)
         for part in seen:
-            rounded = mosaic.rounded(left)
+            rounded = mosaic.rounded(left, runs.tiling.dtype)
             part[...] = rounded
             left = left - rounded.astype(F32)
         plgpu.commit_smem()
-    reads = of_own(runs, item, runs.arrays.reads_of_chunk)
+    reads = [of_own(runs, item, ref) for ref in runs.reads_of_chunk]
 
     def z_of(block: int) -> jax.Array:
         """64 columns, for each row, of the sum of phi(k) over all keys that it sees."""
-        ahead = times(mosaic.zeros(C, HALF) + vector_of(runs, block), reads)
+        ahead = vectors_times(runs, item, block, reads)
         own_k = k.at[:, columns_of(block)]
         (z,) = multiply((ahead, [(part, own_k) for part in reversed(seen)]))
         return z
 
     def features_of(block: int) -> tuple[jax.Array, jax.Array]:
         own_q = load(q.at[:, columns_of(block)])
+        if own is not None:  # the largest feature is one that the head has
+            own_q = maps.present(own_q, block * HALF)
         return own_q, maps.unrounded(own_q, block * HALF)
 
-    inverse: Any = spec.scale
+    # In float16 G, z and den have the power of keys.
+    inverse: Any = spec.scale if own is None else spec.scale / own.keys
+    eps: Any = spec.eps if own is None else spec.eps * own.keys
     e: Any = None
+    largest: Any = 0.0
     if runs.normalizes:
         of_e: Any = 0.0
         den: Any = 0.0
@@ -289,42 +423,68 @@ def write_query_gradient(
             z, (_, phi) = z_of(block), features_of(block)
             of_e = of_e + jnp.sum(phi * block_in(G, block), axis=1)
             den = den + jnp.sum(phi * z, axis=1)
-        of_rows = 1.0 / jnp.maximum(den, spec.eps)
-        of_e = jnp.where(den > spec.eps, of_e * of_rows, 0.0)
+        of_e = of_e if found is None else of_e * found
+        of_rows = 1.0 / jnp.maximum(den, eps)
+        of_e = jnp.where(den > eps, of_e * of_rows, 0.0)
         leave(runs, item, runs.left.inverse, of_rows)
         leave(runs, item, runs.left.e, of_e)
         inverse, e = mosaic.in_columns(of_rows, HALF), mosaic.in_columns(of_e, HALF)
     flows: Any = 0.0
     waiting: list[tuple[int, jax.Array]] = []  # for the block behind it, which reads `seen`
     for block in range(runs.blocks):
-        dq = block_in(G, block)
+        dq = times(block_in(G, block), found)
         if e is not None:
             dq = dq - e * z_of(block)
         own_q, phi = features_of(block)
+        if own is not None:
+            largest = jnp.maximum(largest, jnp.max(jnp.abs(phi), axis=1))
         if runs.left.flows is not None:
             # As keys see the features: rounded.
-            flows = flows + jnp.sum(mosaic.rounded(phi * inverse).astype(F32) * dq, axis=1)
-        waiting.append((block, (dq * inverse * maps.slope_of(own_q, phi)).astype(BF16)))
+            flows = flows + jnp.sum(as_keys_see(runs, phi * inverse) * dq, axis=1)
+        dq = dq * inverse * maps.slope_of(own_q, phi)
+        waiting.append((block, dq.astype(runs.tiling.dtype)))
         while len(waiting) >= len(seen) or waiting and block + 1 == runs.blocks:
             done, dq = waiting.pop(0)
             x.at[:, columns_of(done)][...] = dq
+    leave(runs, item, runs.left.features, largest)
     leave(runs, item, runs.left.flows, flows)
 
 
-def write_key_gradient(runs: Runs, item: Item, found: Found, reader: Any) -> None:
+def as_keys_see(runs: Runs, x: jax.Array) -> jax.Array:
+    """phi(q_i) inverse_i, rounded, in float32. In float16 some power of two comes first, which
+    changes no digit: so it is rounded to as many digits without one."""
+    if runs.arrays.powers is None:
+        return mosaic.rounded(x).astype(F32)
+    raised = x * DIGITS
+    return raised - lax.optimization_barrier(raised - x)
+
+
+def write_key_gradient(
+    runs: Runs, item: Item, found: Found, reader: Any, own: Powers | None
+) -> None:
     """dk, in x's place, and flows."""
     flows: Any = 0.0
-    reads = of_own(runs, item, runs.arrays.reads)
+    reads = [of_own(runs, item, ref) for ref in runs.reads]
+    if own is not None:
+        reads = [own.pairs if factor is None else factor * own.pairs for factor in reads]
     for block in range(runs.blocks):
         own_k = load(runs.tiles.at[reader, :, columns_of(block)])
         phi = runs.phi.unrounded(own_k, block * HALF)
-        dk = block_in(found, block) + times(vector_of(runs, block), reads)
+        dk = block_in(found, block) + vectors_times(runs, item, block, reads)
         if runs.left.flows is not None:
             # As queries see the features: rounded, and 0 in columns that a head does not have.
-            seen = runs.phi.keys(runs.phi.present(own_k, block * HALF), first=block * HALF)
+            seen = runs.phi.present(own_k, block * HALF)
+            if own is None:
+                seen = runs.phi.keys(seen, first=block * HALF)
+            else:
+                seen = feature_maps.times_power(runs.phi, seen, own.keys, block * HALF)
             flows = flows + jnp.sum(seen.astype(F32) * dk, axis=1)
         dk = dk * runs.phi.slope_of(own_k, phi)
-        runs.own.x.at[mosaic.group(), :, columns_of(block)][...] = dk.astype(BF16)
+        dk = dk if own is None else dk * own.found
+        x = runs.own.x.at[mosaic.group(), :, columns_of(block)]
+        x[...] = dk.astype(runs.tiling.dtype)
+    if own is not None:
+        flows = flows * (own.found / own.keys)
     leave(runs, item, runs.left.flows, flows)
 
 

@@ -18,7 +18,7 @@ from ato_jax import device, mosaic
 from ato_jax.mosaic import F32, HALF, Array, Buffer, Item, Ring, Role, Signal
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
-from ato_jax.ops.linear_attention.mosaic_gpu.wide_states import RUN
+from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 UNIT = 2  # chunks, one of each warpgroup of OWN
@@ -39,13 +39,24 @@ class Pass(enum.Enum):
     DK = "wide_key_gradient"
 
 
+class Beyond(NamedTuple):
+    """What a pass reads of the rows on the other side of a run, as `Arrays` has it."""
+
+    states: Any
+    vectors: Any
+    limit: Any
+    reads: Any
+    reads_of_chunk: Any = None
+
+
 class Arrays(NamedTuple):
     """A pass's inputs, in the order of its operands: x, y and p of its table; S and z or R and u as
     `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q.
 
-    The last four are of `wide_factors.Factors`, where there are any: `sums`; `limit`, the first row
-    that a row sees, or from the end the last one; what it reads of its run's state; and, for DQ, of
-    its chunk's."""
+    Four are of `wide_factors.Factors`, where there are any: `sums`; `limit`, the first row that a
+    row sees, or from the end the last one; what it reads of its run's state; and, for DQ, of its
+    chunk's. `beyond` has those of the other side, where rows see both. In float16 `powers` [B, G, 3
+    or 5] float32 are those of `wide_powers.py`."""
 
     x: Any
     y: Any
@@ -59,16 +70,21 @@ class Arrays(NamedTuple):
     limit: Any = None
     reads: Any = None
     reads_of_chunk: Any = None
+    powers: Any = None
+    beyond: Beyond | None = None
 
 
 class Left(NamedTuple):
     """What a pass writes. With a normaliser DQ writes `inverse` and `e`. With a decay DQ and DK
-    write `flows`, the numbers of rows from which a decay's gradient is made (`scans/flows.py`)."""
+    write `flows`, the numbers of rows from which a decay's gradient is made (`scans/flows.py`). In
+    float16 DQ writes the largest magnitude in each row of phi(q) and of g."""
 
     found: Any
     inverse: Any = None
     e: Any = None
     flows: Any = None
+    features: Any = None
+    cotangents: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +126,28 @@ class Runs:
         return self.spec.D // HALF
 
     @property
+    def both_ways(self) -> bool:
+        """Whether rows see those behind them, too."""
+        return not self.spec.causal
+
+    @property
+    def sides(self) -> int:
+        return 1 + self.both_ways
+
+    @property
+    def turns_states(self) -> bool:
+        """Whether tiles of T are [D, 64]. Where rows see one side these are of T transposed, 64 of
+        its rows at a time, which all of x's product adds up. Where they see both, what a row reads
+        of each side has a factor of its own, so a tile has 64 of its columns, for a whole product.
+        """
+        return self.by_values if self.both_ways else not self.by_values
+
+    @property
     def parts(self) -> list[Any]:
         """Columns of what is found that are multiplied at once."""
-        firsts = range(0, self.spec.D, MOST_COLUMNS)
-        return [pl.ds(first, min(MOST_COLUMNS, self.spec.D - first)) for first in firsts]
+        most = HALF if self.both_ways else MOST_COLUMNS
+        firsts = range(0, self.spec.D, most)
+        return [pl.ds(first, min(most, self.spec.D - first)) for first in firsts]
 
     @property
     def by_values(self) -> bool:
@@ -131,18 +165,45 @@ class Runs:
     @property
     def in_two_parts(self) -> bool:
         """Whether weights of rows of the same chunk are multiplied in two parts, rounded and what
-        that leaves off: a decay's gradient is a running sum of what pairs of rows add and take, in
-        which those next to one another are far larger than their sum, and roundings add up."""
+        that leaves off. With a decay: its gradient is a running sum of what pairs of rows add and
+        take, in which those next to one another are far larger than their sum, and roundings add
+        up. And where e is made of a short document, whose keys' gradients nearly cancel."""
+        if self.both_ways:
+            return self.of is Pass.DQ and self.spec.normalize
         return self.spec.decay is not None and not self.by_values
 
     @property
     def has_vector(self) -> bool:
-        return self.normalizes or self.of is Pass.DK or self.joined
+        """Whether shared memory holds vectors. It has no room for those of both sides, which are
+        read where they are needed."""
+        return not self.both_ways and (self.normalizes or self.of is Pass.DK or self.joined)
 
     @property
-    def of_pairs(self) -> tuple[Any, Any]:
-        """The arrays from which pairs of rows are weighed: L, and the limit of what a row sees."""
-        return self.arrays.sums, self.arrays.limit
+    def of_pairs(self) -> tuple[Any, Any, Any]:
+        """The arrays from which pairs of rows are weighed: L, and the limits of what a row sees."""
+        beyond = self.arrays.beyond
+        return self.arrays.sums, self.arrays.limit, None if beyond is None else beyond.limit
+
+    @property
+    def reads(self) -> list[Any]:
+        """Of each side, the array of what a row reads of its run's state."""
+        return self._of_sides("reads")
+
+    @property
+    def reads_of_chunk(self) -> list[Any]:
+        return self._of_sides("reads_of_chunk")
+
+    @property
+    def states(self) -> list[Any]:
+        return self._of_sides("states")
+
+    @property
+    def vectors(self) -> list[Any]:
+        return self._of_sides("vectors")
+
+    def _of_sides(self, name: str) -> list[Any]:
+        sides = [self.arrays] if self.arrays.beyond is None else [self.arrays, self.arrays.beyond]
+        return [getattr(side, name) for side in sides]
 
     @property
     def readers(self) -> int:
@@ -158,7 +219,7 @@ class Runs:
         tiling, D, slots = self.tiling, self.spec.D, self.slots
         x = Buffer(tiling.shared(UNIT, C, D))
         tiles, turned = tiling.shared(slots, C, D), None
-        if not self.by_values:
+        if self.turns_states or self.joined:
             turned = tiling.shared(slots, D, HALF)
             if not device.interpreting():
                 tiles, turned = plgpu.RefUnion(tiles, turned), None
@@ -177,42 +238,86 @@ class Runs:
             x_free=Signal((Buffer(None),), UNIT),
         )
 
-    def first(self, item: Item) -> Any:
-        """The first chunk of those that the unit sees."""
-        first = item.piece * UNIT
-        return first if self.from_the_end else lax.div(first, RUN) * RUN
+    def first_of_run(self, item: Item) -> Any:
+        """The first chunk of the unit's run."""
+        return lax.div(item.piece * UNIT, CHUNKS_OF_RUN) * CHUNKS_OF_RUN
 
-    def last(self, item: Item) -> Any:
-        first = item.piece * UNIT
-        last = first + UNIT - 1
-        if self.from_the_end:
-            last = lax.div(first, RUN) * RUN + RUN - 1
-        return jnp.minimum(last, int(pl.cdiv(self.spec.T, C)) - 1)
+    def last_of_run(self, item: Item) -> Any:
+        last = self.first_of_run(item) + CHUNKS_OF_RUN - 1
+        return jnp.minimum(last, self.chunks - 1)
+
+    @property
+    def chunks(self) -> int:
+        """Of the sequence."""
+        return int(pl.cdiv(self.spec.T, C))
+
+    def others(self, item: Item) -> Any:
+        """How many chunks of the run are of its other unit, where rows see both sides."""
+        is_first = lax.rem(item.piece, CHUNKS_OF_RUN // UNIT) == 0
+        behind = jnp.clip(self.chunks - (item.piece + 1) * UNIT, 0, UNIT)
+        return jnp.where(is_first, behind, UNIT)
 
     def turns(self, item: Item) -> Any:
-        """How many chunks it sees."""
-        return self.last(item) - self.first(item) + 1
+        """How many chunks the unit sees."""
+        if self.both_ways:
+            return self.last_of_run(item) - self.first_of_run(item) + 1
+        if self.from_the_end:
+            return self.last_of_run(item) - item.piece * UNIT + 1
+        last = jnp.minimum(item.piece * UNIT + UNIT - 1, self.chunks - 1)
+        return last - self.first_of_run(item) + 1
 
     def tiles_of(self, item: Item) -> Any:
         """How many tiles a unit takes."""
-        return self.blocks + 2 * self.turns(item) + self.readers
+        return self.tiles_of_states + 2 * self.turns(item) + self.readers
+
+    @property
+    def tiles_of_states(self) -> int:
+        return self.sides * self.blocks
 
     def chunk(self, item: Item, turn: Any) -> Any:
         """A chunk's number in the sequence: those of the unit's own rows come last."""
-        return self.last(item) - turn if self.from_the_end else self.first(item) + turn
+        if self.both_ways:
+            others, is_first = self.others(item), lax.rem(item.piece, CHUNKS_OF_RUN // UNIT) == 0
+            start = item.piece * UNIT
+            other = jnp.where(is_first, start + UNIT, start - UNIT)
+            return jnp.where(turn < others, other + turn, start + turn - others)
+        if self.from_the_end:
+            return self.last_of_run(item) - turn
+        return self.first_of_run(item) + turn
 
     def own_chunk(self, item: Item, own: Any) -> Any:
         return item.piece * UNIT + own
 
-    def tile_of_state(self, item: Item, block: int) -> Any:
-        return item.before + block
+    def turns_of(self, item: Item, own: Any) -> tuple[Any, Any]:
+        """How many chunks the own rows see, and at which turn their own chunk comes. A unit's
+        second chunk may be behind the sequence's last one, and then multiplies for nothing."""
+        turns = self.turns(item)
+        if self.both_ways:
+            return turns, jnp.minimum(self.others(item) + own, turns - 1)
+        own_chunk = self.own_chunk(item, own)
+        ahead = own_chunk - self.first_of_run(item)
+        if self.from_the_end:
+            ahead = self.last_of_run(item) - own_chunk
+        seen = jnp.clip(ahead + 1, 1, turns)
+        return seen, seen - 1
+
+    def chunk_of_vectors(self, item: Item, own: Any, side: int = 0) -> Any:
+        """Ahead of which chunk, or behind which one, the vectors are that own rows read. DQ makes z
+        of each row, and reads what is beside its chunk."""
+        if self.of is Pass.DQ:
+            return self.own_chunk(item, own)
+        behind = self.from_the_end != bool(side)
+        return self.last_of_run(item) if behind else self.first_of_run(item)
+
+    def tile_of_state(self, item: Item, block: int, side: int = 0) -> Any:
+        return item.before + block * self.sides + side
 
     def tile_of_chunk(self, item: Item, turn: Any, number: int) -> Any:
         """`number`: 0 of y, 1 of p."""
-        return item.before + self.blocks + 2 * turn + number
+        return item.before + self.tiles_of_states + 2 * turn + number
 
     def tile_of_reader(self, item: Item, own: Any) -> Any:
-        return item.before + self.blocks + 2 * self.turns(item) + own
+        return item.before + self.tiles_of_states + 2 * self.turns(item) + own
 
     def kv_head(self, item: Item) -> Any:
         return lax.div(item.head, self.spec.H // self.spec.G)
@@ -224,6 +329,11 @@ class Runs:
     def seen_head(self, item: Item) -> Any:
         """Of y and p."""
         return item.head if self.from_the_end else self.kv_head(item)
+
+    def power(self, item: Item, number: int) -> Any:
+        """One of the powers of the item's head of keys; None where there are none."""
+        powers = self.arrays.powers
+        return None if powers is None else powers[item.batch, self.kv_head(item), number]
 
     def wait(self, tile: Any) -> Any:
         """The slot of a tile once it is loaded."""

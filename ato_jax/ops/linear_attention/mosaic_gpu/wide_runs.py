@@ -53,8 +53,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import BF16, F32, HALF, OF_ROWS, Item, load
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.mosaic import F32, HALF, OF_ROWS, Item, load
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, wide_powers
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_rows import own_rows
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
@@ -72,7 +72,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     each,
     rows_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.wide_states import RUN
+from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
@@ -82,24 +82,26 @@ def whole_units(length: int) -> int:
 
 
 def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Arrays) -> Left:
-    """What the pass finds. DQ also returns inverse and e with a normaliser, and flows with a decay:
-    each is [B, H, T up to a whole unit] in float32. `deal` counts heads."""
+    """What the pass finds. DQ also returns inverse and e with a normaliser, flows with a decay, and
+    features and cotangents in float16: each is [B, H, T up to a whole unit] in float32. `deal`
+    counts heads."""
     runs = Runs(spec, in_units(spec, deal), of, arrays)
-    given = {name: array for name, array in arrays._asdict().items() if array is not None}
+    given, tree = jax.tree.flatten(arrays)
     like = arrays.x if arrays.reader is None else arrays.reader
     shape = frame.shape_of_values(spec, deal.heads) if runs.by_values else like.shape
-    left = {"found": jax.ShapeDtypeStruct(shape, BF16)}
+    left = {"found": jax.ShapeDtypeStruct(shape, runs.tiling.dtype)}
     of_rows = jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32)
     if of is Pass.DQ:
-        names = [*(["inverse", "e"] if spec.normalize else []), *(["flows"] if spec.decay else [])]
+        names = ["inverse", "e"] * spec.normalize + ["flows"] * bool(spec.decay)
+        names += ["features", "cotangents"] * (arrays.powers is not None)
         left |= dict.fromkeys(names, of_rows)
 
     def bind(refs: Sequence[Any], own: Storage) -> list[Runs]:
-        inputs = Arrays(**dict(zip(given, refs, strict=False)))
+        inputs = jax.tree.unflatten(tree, refs[: len(given)])
         outputs = Left(**dict(zip(left, refs[len(given) :], strict=True)))
         return [dataclasses.replace(runs, arrays=inputs, left=outputs, own=own)]
 
-    found = launch(runs, f"causal_{of.value}", bind, left.values(), tuple(given.values()))
+    found = launch(runs, of.value, bind, left.values(), tuple(given))
     return Left(**dict(zip(left, found, strict=True)))
 
 
@@ -110,16 +112,16 @@ def wide_key_gradients(
     a launch, and so what they read of the second cache. `arrays` are those of DK."""
     units = in_units(spec, dataclasses.replace(deal, heads=2 * deal.heads))
     runs = Runs(spec, units, Pass.DK, arrays, joined=True)
-    given = {name: array for name, array in arrays._asdict().items() if array is not None}
+    given, tree = jax.tree.flatten(arrays)
     left = [
-        jax.ShapeDtypeStruct(arrays.reader.shape, BF16),
-        jax.ShapeDtypeStruct(frame.shape_of_values(spec, deal.heads), BF16),
+        jax.ShapeDtypeStruct(arrays.reader.shape, runs.tiling.dtype),
+        jax.ShapeDtypeStruct(frame.shape_of_values(spec, deal.heads), runs.tiling.dtype),
     ]
     if spec.decay:
         left.append(jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32))
 
     def bind(refs: Sequence[Any], own: Storage) -> list[Runs]:
-        of_keys = Arrays(**dict(zip(given, refs, strict=False)))
+        of_keys: Arrays = jax.tree.unflatten(tree, refs[: len(given)])
         dk, dv, *flows = refs[len(given) :]
         of_values = of_keys._replace(x=of_keys.reader, y=of_keys.p, p=of_keys.y, reader=None)
         of_dk = Left(dk, flows=flows[0] if flows else None)
@@ -128,8 +130,7 @@ def wide_key_gradients(
             dataclasses.replace(runs, of=Pass.DV, arrays=of_values, left=Left(dv), own=own),
         ]
 
-    name = "causal_wide_key_gradients"
-    dk, dv, *flows = launch(runs, name, bind, left, tuple(given.values()))
+    dk, dv, *flows = launch(runs, "wide_key_gradients", bind, left, tuple(given))
     return dk, dv, flows[0] if flows else None
 
 
@@ -141,7 +142,8 @@ def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal) -> mosaic.Deal:
 def launch(runs: Runs, name: str, bind: Any, left: Iterable[Any], arrays: Any) -> Any:
     parts = (MEMORY, memory), (FEATURES, features), (OWN, own_rows)
     program = mosaic.Program(ROLES, runs.storage(), parts, bind)
-    return mosaic.launch(frame.name_of(name), program, runs.deal, tuple(left), arrays)
+    name = frame.name_of(f"{'both_ways' if runs.both_ways else 'causal'}_{name}")
+    return mosaic.launch(name, program, runs.deal, tuple(left), arrays)
 
 
 def memory(passes: Sequence[Runs]) -> None:
@@ -161,22 +163,31 @@ def load_unit(runs: Runs, item: Item) -> None:
         slot = own.ring.slot(tile)
         plgpu.copy_gmem_to_smem(source, tiles.at[slot], own.ring.produced.at[slot])
 
-    of_run = item.batch, kv_head, lax.div(item.piece * UNIT, RUN)
-    for block in range(runs.blocks):
+    of_run = item.batch, kv_head, lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
+
+    def load_state(number: int) -> None:
+        block, side = divmod(number, runs.sides)
         part = columns_of(block), slice(None)
-        source = arrays.states.at[(*of_run, *(part if runs.by_values else part[::-1]))]
-        tiles = runs.tiles if runs.by_values else runs.turned
-        load_tile(runs.tile_of_state(item, block), source, tiles)
+        source = runs.states[side].at[(*of_run, *(part[::-1] if runs.turns_states else part))]
+        tiles = runs.turned if runs.turns_states else runs.tiles
+        load_tile(runs.tile_of_state(item, block, side), source, tiles)
+
+    # As many as have room before the own rows, which have to wait for those of the unit before; and
+    # before whose coming no tile is let go.
+    first = min(runs.slots, runs.tiles_of_states)
+    for number in range(first):
+        load_state(number)
     for number in range(UNIT):
         pl.when(item.number > 0)(functools.partial(own.x_free.wait, number))
         chunk, loaded = runs.own_chunk(item, number), own.x_loaded.at[number]
         source = tiling.part(arrays.x, item, rows_of(chunk), runs.own_head(item))
         plgpu.copy_gmem_to_smem(source, own.x.at[number], loaded)
         if runs.has_vector:
-            if runs.of is not Pass.DQ:
-                chunk = runs.chunk(item, 0)
+            chunk = runs.chunk_of_vectors(item, number)
             source = arrays.vectors.at[item.batch, kv_head, chunk]
             plgpu.copy_gmem_to_smem(source, own.vector.at[number], loaded)
+    for number in range(first, runs.tiles_of_states):
+        load_state(number)
 
     def load_chunk(turn: Any, _: None) -> None:
         rows = rows_of(runs.chunk(item, turn))
@@ -198,8 +209,8 @@ def features(passes: Sequence[Runs]) -> None:
 def map_unit(runs: Runs, item: Item) -> None:
     """Every phase of a barrier has to be awaited, so it waits for all tiles, and lets them go: else
     a slot could be filled twice before it does."""
-    for block in range(runs.blocks):
-        runs.let_go(runs.wait(runs.tile_of_state(item, block)))
+    for number in range(runs.tiles_of_states):
+        runs.let_go(runs.wait(item.before + number))
 
     def map_chunk(turn: Any, _: None) -> None:
         inverse = None
@@ -209,7 +220,7 @@ def map_unit(runs: Runs, item: Item) -> None:
         for number in range(2):
             slot = runs.wait(runs.tile_of_chunk(item, turn, number))
             if number == (0 if runs.by_values else 1):
-                map_tile(runs, runs.tiles.at[slot], inverse)
+                map_tile(runs, item, runs.tiles.at[slot], inverse)
                 runs.own.mapped.arrive(slot)
             runs.let_go(slot)
 
@@ -218,13 +229,14 @@ def map_unit(runs: Runs, item: Item) -> None:
         runs.let_go(runs.wait(runs.tile_of_reader(item, number)))
 
 
-def map_tile(runs: Runs, tile: Any, inverse: jax.Array | None) -> None:
+def map_tile(runs: Runs, item: Item, tile: Any, inverse: jax.Array | None) -> None:
     """Keys, or with their `inverse` queries."""
+    power = runs.power(item, wide_powers.KEYS)
     for block in range(runs.blocks):
         part = tile.at[:, columns_of(block)]
         if inverse is None:
             half = block if runs.tiling.is_filled else 0
-            feature_maps.map_keys_in_place(runs.spec, part, half)
+            feature_maps.map_keys_in_place(runs.spec, part, half, power=power)
         else:
             feature_maps.map_queries_in_place(runs.spec, part, inverse, block * HALF)
     plgpu.commit_smem()

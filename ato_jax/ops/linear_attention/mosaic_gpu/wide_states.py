@@ -1,5 +1,5 @@
-"""The states that runs of 256 rows start from, of causal heads of 129 to 256 columns: of keys,
-ahead of each run,
+"""The states that runs of 256 rows start from, of heads of 129 to 256 columns: of keys, ahead of
+each run,
 
     S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
 
@@ -7,8 +7,11 @@ or, with what `wide_runs.py` leaves of each row, of queries, behind each run, by
 
     R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F],  phi'_i = phi(q_i) inverse_i
 
+Where rows see both sides, keys are walked from the end, too, and queries from the start.
+
 With a decay or segments a row adds its part times a factor, and a chunk keeps a part of the sums
-ahead of it (`wide_factors.py`).
+ahead of it (`wide_factors.py`). In float16 phi(k) and S or R are multiplied by powers of two where
+they are rounded (`wide_powers.py`), and the power of phi' is part of inverse.
 
     memory    loads chunks of x and y, which are k and v or q and g, as slots come free
     sums      phi(x)^T [64, C] in registers, times 128 columns of y; where a run begins, stores the
@@ -33,7 +36,6 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import (
-    BF16,
     F32,
     HALF,
     OF_COLUMNS,
@@ -48,11 +50,11 @@ from ato_jax.mosaic import (
     multiply,
 )
 from ato_jax.mosaic.roles import playing
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, wide_powers
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-RUN = 4  # chunks
 # Of keys, and of queries with their inverse and e: two blocks share a multiprocessor.
 STAGES, STAGES_OF_QUERIES = 4, 3
 REGISTERS = mosaic.REGISTERS // 4  # with more, a block has a multiprocessor to itself
@@ -66,7 +68,7 @@ CHUNK_OF_SUMS, CUT = 0.4, 4.0
 
 def chunks_at_once(spec: LinearAttentionSpec) -> int:
     """What pieces are made of: of wide heads, whole runs."""
-    return RUN if frame.is_wide(spec) else 1
+    return CHUNKS_OF_RUN if frame.is_wide(spec) else 1
 
 
 def pieces_of(spec: LinearAttentionSpec, blocks: int) -> int:
@@ -75,7 +77,7 @@ def pieces_of(spec: LinearAttentionSpec, blocks: int) -> int:
     runs, parts = runs_of(spec), spec.B * spec.G * parts_of_state(spec)
 
     def cost(pieces: int) -> float:
-        each = int(pl.cdiv(runs, pieces)) * RUN
+        each = int(pl.cdiv(runs, pieces)) * CHUNKS_OF_RUN
         # A multiprocessor has room for two blocks, which share its time.
         found = max(1.0, parts * pieces / blocks) * each
         if pieces > 1:
@@ -91,7 +93,7 @@ def parts_of_state(spec: LinearAttentionSpec) -> int:
 
 
 def runs_of(spec: LinearAttentionSpec) -> int:
-    return int(pl.cdiv(spec.T, RUN * C))
+    return int(pl.cdiv(spec.T, CHUNKS_OF_RUN * C))
 
 
 class Roles(mosaic.Roles):
@@ -123,18 +125,20 @@ class Storage(mosaic.Storage):
 class Walk:
     """The kernel: its arrays in global memory, and its storage. `deal` counts the parts of states
     as heads. `rows` are numbers of each row, of queries inverse and e first; behind them, if
-    `has_keeps`, what a chunk keeps."""
+    `has_keeps`, what a chunk keeps. `powers` [B, heads, 2] are those of keys and of the sums."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
     own: Storage
     of_queries: bool
+    from_the_end: bool
     has_keeps: bool
     x: Any
     y: Any
     start: Any
     start_vector: Any
     rows: Sequence[Any]
+    powers: Any
     states: Any
     vectors: Any
 
@@ -163,7 +167,11 @@ class Walk:
 
     def place_of(self, item: Item, chunk: Any) -> Any:
         """The number in memory, within the piece, of the chunk that is walked as number `chunk`."""
-        return item.chunks - 1 - chunk if self.of_queries else chunk
+        return item.chunks - 1 - chunk if self.from_the_end else chunk
+
+    def power(self, item: Item, number: int) -> Any:
+        """None where there are none."""
+        return None if self.powers is None else self.powers[item.batch, self.head_of(item), number]
 
     def of_state(self, ref: Any, item: Item, number: Any, column: int) -> Any:
         own = pl.ds(self.block_of(item) * HALF, HALF)
@@ -180,16 +188,20 @@ def wide_states(
     start: tuple[jax.Array, jax.Array],
     of_rows: Sequence[jax.Array] = (),
     keeps: jax.Array | None = None,
+    powers: jax.Array | None = None,
+    from_the_end: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """[B, heads, runs, F, V] in bfloat16, and of each chunk [B, heads, 4 runs, F] in float32.
+    """[B, heads, runs, F, V] in the dtype of tiles, and of each chunk [B, heads, 4 runs, F] in
+    float32.
 
     Args:
       deal: counts heads, and its pieces are whole runs.
-      start: [B, heads, P or more, F, V] in bfloat16 and [B, heads, P or more, F] in float32, ahead
-        of each piece as it is walked.
-      of_rows: inverse and e of queries, [B, heads, T up to a whole chunk] in float32; they are
-        walked from the end. Of keys none, or beside `keeps` what multiplies their features.
+      start: [B, heads, P or more, F, V] in the dtype of tiles and [B, heads, P or more, F] in
+        float32, ahead of each piece as it is walked.
+      of_rows: inverse and e of queries, [B, heads, T up to a whole chunk] in float32. Of keys
+        none, or beside `keeps` what multiplies their features.
       keeps: what a chunk keeps of the sums ahead of it, in each of its rows, as `of_rows`.
+      powers: [B, heads, 2] in float32, in float16: of phi(k), and of the sums in that dtype.
     """
     heads, of_queries = deal.heads, len(of_rows) == 2
     # Of two blocks on a multiprocessor one multiplies while the other one waits.
@@ -199,17 +211,18 @@ def wide_states(
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         x, y, start, start_vector, *own_rows, states, vectors = refs
-        arrays = x, y, start, start_vector, own_rows, states, vectors
-        return Walk(spec, deal, own, of_queries, keeps is not None, *arrays)
+        own_powers = own_rows.pop() if powers is not None else None
+        arrays = x, y, start, start_vector, own_rows, own_powers, states, vectors
+        return Walk(spec, deal, own, of_queries, from_the_end, keeps is not None, *arrays)
 
     runs = runs_of(spec)
     out_type = (
-        jax.ShapeDtypeStruct((spec.B, heads, runs, spec.D, spec.V), BF16),
-        jax.ShapeDtypeStruct((spec.B, heads, runs * RUN, spec.D), F32),
+        jax.ShapeDtypeStruct((spec.B, heads, runs, spec.D, spec.V), frame.tiling(spec).dtype),
+        jax.ShapeDtypeStruct((spec.B, heads, runs * CHUNKS_OF_RUN, spec.D), F32),
     )
     roles, parts = Roles((SUMS, MEMORY)), ((MEMORY, memory), (SUMS, add_up))
     program = mosaic.Program(roles, storage_of(spec, of_queries, len(rows)), parts, bind)
-    arrays = x, y, *start, *rows
+    arrays = x, y, *start, *rows, *([] if powers is None else [powers])
     found: tuple[jax.Array, jax.Array] = mosaic.launch(
         frame.name_of(name), program, deal, out_type, arrays
     )
@@ -271,17 +284,20 @@ def add_up(walk: Walk) -> None:
 
 def map_keys(walk: Walk, item: Item, x: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
     """phi(k) [64, C], and what the chunk adds to the vector."""
-    maps = feature_maps.features(walk.spec)
-    first = walk.block_of(item) * HALF if frame.tiling(walk.spec).is_filled else 0
-    if not walk.rows:
+    maps, tiling = feature_maps.features(walk.spec), frame.tiling(walk.spec)
+    first = walk.block_of(item) * HALF if tiling.is_filled else 0
+    power = walk.power(item, wide_powers.KEYS)
+    if not walk.rows and power is None:
         phi = maps.transposed_keys(x, first)
         return phi, jnp.sum(phi.astype(F32), axis=1)
-    factor = mosaic.in_rows(load(walk.own.rows.at[slot, 0], OF_COLUMNS), HALF)
-    phi = maps.unrounded_transposed_keys(x, first) * factor
-    if not maps.slope_is_known:
-        # Beyond the end the factor is 0, but phi(0) need not be finite.
-        phi = jnp.where(factor > 0, phi, 0.0)
-    phi = mosaic.rounded(phi)
+    phi = maps.unrounded_transposed_keys(x, first)
+    if walk.rows:
+        factor = mosaic.in_rows(load(walk.own.rows.at[slot, 0], OF_COLUMNS), HALF)
+        phi = phi * factor
+        if not maps.slope_is_known:
+            # Beyond the end the factor is 0, but phi(0) need not be finite.
+            phi = jnp.where(factor > 0, phi, 0.0)
+    phi = mosaic.rounded(phi if power is None else phi * power, tiling.dtype)
     return phi, jnp.sum(phi.astype(F32), axis=1)
 
 
@@ -291,13 +307,14 @@ def map_queries(
     """phi' [64, C], and what the chunk adds to the vector."""
     spec, maps = walk.spec, feature_maps.features(walk.spec)
     inverse, e = (load(walk.own.rows.at[slot, number], OF_COLUMNS) for number in range(2))
-    phi = maps.unrounded(x) * mosaic.in_rows(inverse, HALF)
+    phi = maps.unrounded_transposed_queries(x, walk.block_of(item) * HALF)
+    phi = phi * mosaic.in_rows(inverse, HALF)
     e = mosaic.in_rows(e, HALF)
     if spec.T % C and not maps.slope_is_known:
         # Beyond the end g and e are 0, but phi(0) inverse may be large or not finite.
         here = mosaic.hidden_position(1) < spec.T - item.first_row - place * C
         phi, e = jnp.where(here, phi, 0.0), jnp.where(here, e, 0.0)
-    return mosaic.rounded(phi), -jnp.sum(phi * e, axis=1)
+    return mosaic.rounded(phi, frame.tiling(spec).dtype), -jnp.sum(phi * e, axis=1)
 
 
 def sum_piece(walk: Walk, item: Item) -> None:
@@ -306,6 +323,9 @@ def sum_piece(walk: Walk, item: Item) -> None:
     first_chunk = lax.div(item.first_row, C)
     own.start_loaded.wait()
     sums = tuple(load(own.state.at[column]).astype(F32) for column in range(COLUMNS))
+    power = walk.power(item, wide_powers.SUMS)
+    if power is not None:
+        sums = tuple(part * (1 / power) for part in sums)
     of_start = walk.start_vector.at[item.batch, head, item.piece, of_block]
     # A mesh's axes belong to the type of what is loaded, but not to that of a sum.
     vector = load(of_start, OF_ROWS, optimized=False) + 0.0
@@ -314,8 +334,10 @@ def sum_piece(walk: Walk, item: Item) -> None:
         sums, vector = carried
         place = walk.place_of(item, chunk)
         slot, number = own.chunks.slot(item.before + chunk), first_chunk + place
-        begins = lax.rem(place, RUN) == (RUN - 1 if walk.of_queries else 0)
-        pl.when(begins | (chunk == 0))(lambda: store_sums(walk, item, lax.div(number, RUN), sums))
+        begins = lax.rem(place, CHUNKS_OF_RUN) == (CHUNKS_OF_RUN - 1 if walk.from_the_end else 0)
+        pl.when(begins | (chunk == 0))(
+            lambda: store_sums(walk, item, lax.div(number, CHUNKS_OF_RUN), sums)
+        )
 
         @pl.when(lax.rem(walk.part_of(item), walk.shares) == 0)
         def _() -> None:
@@ -343,9 +365,11 @@ def sum_piece(walk: Walk, item: Item) -> None:
 
 
 def store_sums(walk: Walk, item: Item, run: Any, sums: Sequence[jax.Array]) -> None:
+    power = walk.power(item, wide_powers.SUMS)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for column, part in enumerate(sums):
-        walk.own.state.at[column][...] = part.astype(BF16)
+        part = part if power is None else part * power
+        walk.own.state.at[column][...] = part.astype(frame.tiling(walk.spec).dtype)
     plgpu.commit_smem()
     for column in range(COLUMNS):
         target = walk.of_state(walk.states, item, run, column)

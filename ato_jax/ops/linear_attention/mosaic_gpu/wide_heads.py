@@ -1,0 +1,350 @@
+"""Heads of 129 to 256 columns, causal or where rows see their own document: `wide_states.py` walks
+the sequence, and `wide_runs.py` does the rest. A decay per head or step, and segments, are factors
+of rows (`wide_factors.py`); float16 is multiplied by powers of two (`wide_powers.py`).
+
+Causal rows see what is ahead of them: keys are walked from the start, and queries, whose sums the
+keys' gradients read, from the end. In a document they see what is behind them, too, so each walk
+has its mirror, and a run of rows reads two states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ato_jax import mosaic
+from ato_jax.ops.linear_attention.alignment import runs_of_keys
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    causal_pieces,
+    frame,
+    powers,
+    wide_factors,
+    wide_powers,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state, whole_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_factors import Factors, factors_of
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import Arrays, Beyond, Left, Pass
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_runs import (
+    whole_units,
+    wide_key_gradients,
+    wide_runs,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_states import wide_states
+from ato_jax.ops.linear_attention.scans.borders import OfSequence, of_sequence
+from ato_jax.ops.linear_attention.scans.edges import at_edges
+from ato_jax.ops.linear_attention.scans.gates import OfPieces, of_pieces
+from ato_jax.ops.linear_attention.scans.run_flows import AtRuns, decay_flows_of_runs
+from ato_jax.ops.linear_attention.spec import (
+    Inputs,
+    LinearAttentionSpec,
+    LinearState,
+    Outputs,
+    Residuals,
+)
+
+State = tuple[jax.Array, jax.Array]
+
+
+class States(NamedTuple):
+    """S [B, G, runs, F, V] ahead of each run, and z ahead of each chunk; where rows see both sides,
+    these behind each; and in float16 the powers, by which they are multiplied."""
+
+    ahead: State
+    behind: State | None
+    powers: wide_powers.OfKeys | None
+
+
+class Kept(NamedTuple):
+    """`Outputs`, and what the gradients read of the forward pass."""
+
+    out: jax.Array
+    state: LinearState
+    states: States
+
+    def plain(self) -> Outputs:
+        return Outputs(self.out, self.state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call, and what all walks of it share. `deal` counts query heads, and `factors` are None
+    where the call has neither a decay nor segments."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    pieces: OfPieces | None
+    borders: OfSequence
+    factors: Factors | None
+
+    @property
+    def both_ways(self) -> bool:
+        return not self.spec.causal
+
+
+def call_of(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> Call:
+    """`inputs.decay` are the gates, the prefix sums of the decays in each chunk."""
+    borders, pieces, gates = of_sequence(spec, deal, runs_of_keys(spec, inputs)), None, inputs.decay
+    if gates is not None:
+        pieces = of_pieces(spec, deal, gates, borders.begun)
+        gates = pieces.gates
+    return Call(spec, deal, pieces, borders, factors_of(spec, gates, borders))
+
+
+def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
+    """`inputs.decay` are the gates."""
+    call = call_of(spec, causal_pieces.deal_of(spec, config), inputs)
+    found, end = states_of(call, inputs, spec.return_state)
+    given = Arrays(inputs.q, inputs.k, inputs.v, *found.ahead)
+    if found.powers is not None:
+        of_keys = found.powers.keys, found.powers.state, found.powers.features * spec.D
+        given = given._replace(powers=_together(*of_keys))
+    given = _with_factors(call, given, found.behind)
+    out = wide_runs(spec, call.deal, Pass.OUT, given).found
+    if found.powers is not None:
+        end = powers.times(end, 1 / found.powers.keys)
+    if end is None:
+        of_state = spec.B, spec.G, spec.D, spec.V
+        end = LinearState(jnp.zeros(of_state, jnp.float32), jnp.zeros(of_state[:3], jnp.float32))
+    return Kept(out, end, found)
+
+
+def states_of(call: Call, inputs: Inputs, is_returned: bool) -> tuple[States, LinearState | None]:
+    """What the passes read, and the state behind the sequence, in float16 times c."""
+    by = wide_powers.of_keys(call.spec, inputs)
+    start, of_states, behind = inputs.initial_state, None, None
+    if by is not None:
+        start, of_states = powers.times(start, by.keys), _together(by.keys, by.state)
+    arrays = inputs.k, inputs.v, (), of_states
+    ahead, end = _walked(call, "wide_key_states", *arrays, start, is_returned)
+    if call.both_ways:
+        behind, _ = _walked(call, "wide_key_states", *arrays, from_the_end=True)
+    return States(ahead, behind, by), end
+
+
+def backward(
+    spec: LinearAttentionSpec,
+    config: Config,
+    residuals: Residuals,
+    cotangents: Outputs,
+    decay: jax.Array | None,
+) -> Inputs:
+    """`inputs.decay` are the gates, and `decay` is as `flows.decay_flows` takes it. H = G."""
+    inputs, outputs = residuals
+    call = call_of(spec, causal_pieces.deal_of_gradients(spec, config), inputs)
+    if call.pieces is not None:
+        inputs = inputs._replace(decay=call.pieces.gates)
+    if isinstance(outputs, Kept) and call.deal == causal_pieces.deal_of(spec, config):
+        kept = outputs.states
+    else:
+        kept, _ = states_of(call, inputs, is_returned=False)
+    q, k, v, g = inputs.q, inputs.k, inputs.v, cotangents.out
+    by = kept.powers
+    of_queries = _query_gradient(call, (q, k, v, g), kept)
+    own = of_queries.inverse, of_queries.e
+    end = cotangents.state if spec.return_state else None
+    of_sums, of_states, of_passes = None, None, None
+    if by is not None:
+        of_sums, own = _in_powers(spec, by, of_queries, end)
+        end = powers.times(end, of_sums.queries / by.keys)
+        of_states = _together(by.keys, of_sums.sums)
+        of_pairs = of_sums.pairs, of_sums.queries, of_sums.shares
+        of_passes = _together(by.keys, of_sums.sums, *of_pairs)
+    arrays = q, g, own, of_states
+    states, of_initial = _walked(
+        call, "wide_query_states", *arrays, end, spec.initial_state, from_the_end=True
+    )
+    ahead = None
+    if call.both_ways:
+        ahead, _ = _walked(call, "wide_query_states", *arrays)
+    given = Arrays(v, g, q, *states, k, *own, powers=of_passes)
+    given = _with_factors(call, given, ahead, from_the_end=True)
+    dk, dv, of_keys = wide_key_gradients(spec, call.deal, given)
+    if by is not None and of_sums is not None:
+        of_initial = powers.times(of_initial, by.keys / of_sums.queries)
+    d_decay = None
+    if inputs.decay is not None:
+        assert of_queries.flows is not None and of_keys is not None
+        queries, keys = AtRuns(of_queries.flows, *kept.ahead), AtRuns(of_keys, *states)
+        if by is not None and of_sums is not None:
+            queries = queries._replace(unit=1 / by.keys, unit_of_kv=1 / by.state)
+            units = {"unit": by.keys / of_sums.queries, "unit_of_kv": 1 / of_sums.sums}
+            keys = keys._replace(**units)
+        of_start = None if of_initial is None else queries.of_start(of_initial)
+        of_flows = inputs.decay, queries, keys, of_start, decay, call.borders
+        d_decay = decay_flows_of_runs(spec, call.deal, *of_flows)
+    return Inputs(of_queries.found, dk, dv, decay=d_decay, initial_state=of_initial)
+
+
+def unless_steep(
+    gates: jax.Array,
+    fallback: Callable[..., Inputs],
+    run: Callable[..., Inputs],
+    spec: LinearAttentionSpec,
+    residuals: Residuals,
+    cotangents: Outputs,
+) -> Inputs:
+    """The gradients by `run`, or, where a chunk is steep, by `fallback`: there each term of a
+    decay's gradient may be far larger than their sum.
+
+    Args:
+      gates: the prefix sums of the decays in each chunk, [B, G, T up to a whole chunk].
+      fallback: called as `run`, with plain outputs.
+    """
+    of_chunks = gates.reshape(*gates.shape[:2], -1, frame.C)
+    middle, last = of_chunks[..., frame.C // 2 - 1], of_chunks[..., frame.C - 1]
+    inputs, outputs = residuals
+    return jax.lax.cond(
+        jnp.any(frame.is_steep(spec, middle, last)),
+        lambda: fallback(spec, Residuals(inputs, outputs.plain()), cotangents),
+        lambda: run(spec, residuals=residuals, cotangents=cotangents),
+    )
+
+
+def _walked(
+    call: Call,
+    name: str,
+    x: jax.Array,
+    y: jax.Array,
+    own: tuple[jax.Array, ...],
+    of_states: jax.Array | None,
+    start: LinearState | None = None,
+    is_whole: bool = False,
+    from_the_end: bool = False,
+) -> tuple[State, LinearState | None]:
+    """The sums [B, heads, runs, F, V] ahead of each run as it is walked, the vectors ahead of each
+    chunk, and the state behind the last of them.
+
+    Args:
+      x: k, or q; and y: v, or g.
+      own: nothing of keys; inverse and e of queries, [B, H, T or more].
+      of_states: the powers, as `wide_states` takes them.
+      start: the state that the walk starts from.
+      is_whole: whether the state behind the last run is wanted.
+    """
+    spec, factors = call.spec, call.factors
+    deal = call.deal if own else dataclasses.replace(call.deal, heads=spec.G)
+    first, count = 0, deal.pieces - (not is_whole)
+    if from_the_end:
+        # Nothing reads the sums of the first piece, but the state ahead of it.
+        first = deal.pieces - count
+        part = dataclasses.replace(deal, first=first * deal.rows, pieces=count)
+        of_piece = wide_factors.since_start_of_piece(spec, deal, call.pieces, call.borders)
+    else:
+        length = min(count * deal.rows, spec.T)
+        part = dataclasses.replace(deal, length=length, pieces=count)
+        of_piece = wide_factors.until_end_of_piece(spec, deal, call.pieces, call.borders)
+    found = None
+    if count:
+        rows = own if of_piece is None else _times(own, of_piece)
+        if not own and of_states is not None:
+            rows = (_rows_of_keys(spec, of_piece) * of_states[..., wide_powers.KEYS, None],)
+        found = _piece_sums(spec, part, "whole_query_sums" if own else "whole_sums", x, y, rows)
+    keeps = call.borders.keeps if call.pieces is None else call.pieces.keeps
+    dtype = jnp.bfloat16 if of_states is None else jnp.float32
+    options: Any = {"ends": is_whole, "reverse": from_the_end, "dtype": dtype}
+    edges = at_edges(spec, found, start, keeps, first, **options)
+    kv = jnp.swapaxes(edges.kv, 3, 4)
+    if of_states is not None:
+        power = of_states[..., wide_powers.SUMS, None, None, None]
+        kv = (kv * power).astype(frame.tiling(spec).dtype)
+    rows, keeps = own, None
+    if factors is not None:
+        of_chunk = factors.reads_of_chunk if from_the_end else factors.adds
+        rows, keeps = _times(own, of_chunk), factors.keeps
+    given = x, y, (kv, edges.k_sum), rows, keeps, of_states
+    return wide_states(spec, deal, name, *given, from_the_end), edges.end
+
+
+def _rows_of_keys(spec: LinearAttentionSpec, of_piece: jax.Array | None) -> jax.Array:
+    if of_piece is not None:
+        return of_piece
+    return jnp.ones((spec.B, spec.G, int(pl.cdiv(spec.T, frame.C)) * frame.C), jnp.float32)
+
+
+def _with_factors(
+    call: Call, given: Arrays, beyond: State | None, from_the_end: bool = False
+) -> Arrays:
+    """A pass's arrays with its factors, and with what it reads of the other side."""
+    factors = call.factors
+    if factors is None:
+        return given
+    ahead = factors.first, factors.reads, factors.reads_of_chunk
+    behind = factors.last, factors.reads_behind, factors.adds
+    own, other = (behind, ahead) if from_the_end else (ahead, behind)
+    given = given._replace(sums=factors.sums, limit=own[0], reads=own[1])
+    makes_z = given.reader is not None and not from_the_end and call.spec.normalize
+    if makes_z:
+        given = given._replace(reads_of_chunk=own[2])
+    if beyond is None:
+        return given
+    side = Beyond(*beyond, *other[:2], other[2] if makes_z else None)
+    return given._replace(beyond=side)
+
+
+def _together(*of_heads: jax.Array) -> jax.Array:
+    """Powers as kernels take them, [B, G, their number]."""
+    return jnp.stack(of_heads, axis=2)
+
+
+def _query_gradient(
+    call: Call, arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array], kept: States
+) -> Left:
+    """dq, inverse, e and, with a decay, flows; the rows [B, H, T up to a whole unit] in float32.
+    Of q, k, v and g. In float16 also features and cotangents, and inverse is divided by c."""
+    spec, by, (q, k, v, g) = call.spec, kept.powers, arrays
+    given = Arrays(g, v, k, *kept.ahead, q)
+    if by is not None:
+        of_pairs = by.values * spec.D
+        given = given._replace(powers=_together(by.keys, by.state, of_pairs))
+    left = wide_runs(spec, call.deal, Pass.DQ, _with_factors(call, given, kept.behind))
+    if spec.normalize:
+        return left
+    inverse = jnp.full((spec.B, spec.H, whole_units(spec.T)), spec.scale, jnp.float32)
+    if by is not None:
+        inverse /= by.keys[..., None]
+    return left._replace(inverse=inverse, e=jnp.zeros_like(inverse))
+
+
+def _in_powers(
+    spec: LinearAttentionSpec,
+    by: wide_powers.OfKeys,
+    left: Left,
+    end: LinearState | None,
+) -> tuple[wide_powers.OfQueries, tuple[jax.Array, jax.Array]]:
+    """The powers of what queries add, and inverse and e of rows, 0 where there are none. Inverse
+    has the power of queries."""
+    there = jnp.arange(left.inverse.shape[2], dtype=jnp.int32) < spec.T
+    rows = left.inverse, left.e, left.features, left.cotangents
+    inverse, e, features, cotangents = (jnp.where(there, x, 0.0) for x in rows)
+    found = wide_powers.of_queries(spec, by, features * inverse, cotangents, e, end)
+    return found, (inverse * found.queries[..., None], e)
+
+
+def _times(own: Sequence[jax.Array], factor: jax.Array) -> tuple[jax.Array, ...]:
+    """inverse of rows times a factor, and e, in as many rows as are in both; the factor of keys,
+    which have neither."""
+    if not own:
+        return (factor,)
+    inverse, e = own
+    rows = min(inverse.shape[2], factor.shape[2])
+    return inverse[:, :, :rows] * factor[:, :, :rows], e[:, :, :rows]
+
+
+def _piece_sums(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    name: str,
+    x: jax.Array,
+    y: jax.Array,
+    of_rows: Sequence[jax.Array] = (),
+) -> State:
+    """As `whole_sums`, but [B, heads, P, V, F]."""
+    deal = dataclasses.replace(deal, heads=deal.heads * blocks_of_state(spec))
+    kv, k_sum = whole_sums(spec, deal, name, x, y, of_rows)
+    return jnp.swapaxes(kv, 3, 4), k_sum
