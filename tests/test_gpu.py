@@ -753,6 +753,11 @@ def check_segments(
         (30, 72, 50, 25, 128, 1.0, {}),
         (2, 9000, 8, 4, 96, 1.0, {"feature_map": "silu", "return_state": True}),
         (2, 9000, 8, 8, 128, 30.0, {"feature_map": "identity", "scale": 1e-8}),
+        (1, LONG, 2, 2, 256, 1.0, {}),
+        (2, 9000, 8, 2, 192, 30.0, {"layout": "bhtd", "feature_map": "softplus"}),
+        (2, 9000, 4, 4, 256, 30.0, {"normalize": False, "scale": 1e-8}),
+        (2, 9000, 4, 2, 192, 1.0, {"feature_map": "silu", "return_state": True}),
+        (2, 1003, 4, 2, 155, 0.01, {"q_lengths": [1003, 600], "kv_lengths": [70, 1003]}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -762,7 +767,8 @@ def test_mosaic_gpu_in_float16_where_every_query_sees_every_key(
     needs_hopper()
     layout = options.get("layout", "bthd")
     qkv = arrays("float16", B=B, T=T, H=H, G=G, D=D, scale=scale, layout=layout)
-    check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
+    lengths = {name: jnp.array(options[name]) for name in options if name.endswith("lengths")}
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **options | lengths)
 
 
 @of_mosaic_gpu
@@ -774,6 +780,7 @@ def test_mosaic_gpu_in_float16_where_every_query_sees_every_key(
         (4096, 4096, 4, 4, 112, (10.0, 0.0, -14.0), (-20.0, 10.0), {"return_state": True}),
         (2048, 9000, 2, 2, 128, (3.0, 3.0, -6e4), (3.0, -6e4), {"feature_map": "relu"}),
         (4104, 9000, 2, 2, 128, (3.0,), (-14.0,), {"kv_lengths": [9000, 72]}),
+        (4104, 9000, 2, 2, 256, (-14.0,), (-14.0,), {"return_state": True}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -989,6 +996,8 @@ def test_causal_segments_of_mosaic_gpu(
         (2, 7000, 4, 4, 160, "step", 200, {"layout": "bhtd", "feature_map": "exp"}),
         (2, 9000, 4, 4, 192, "strong", 200, {"normalize": False}),
         (1, LONG, 2, 2, 256, "step", 1024, {}),
+        (1, LONG, 2, 2, 256, "step", 1024, {"dtype": "float16"}),
+        (2, 9001, 4, 2, 192, "step", 200, {"dtype": "float16", "layout": "bhtd"}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -1185,6 +1194,50 @@ def test_gates_of_mosaic_gpu(
     explained = ato_jax.explain("linear_attention", *qkv, **options)
     assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
     check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "scale", "options"),
+    [
+        (1, LONG, 2, 2, 256, 1.0, {}),
+        (1, LONG, 2, 2, 256, 0.01, {"layout": "bhtd"}),
+        (2, 9000, 4, 4, 192, 3.0, {"feature_map": "softplus"}),
+        (2, 9000, 4, 4, 160, 30.0, {"feature_map": "silu", "scale": 1e-4}),
+        (2, 9001, 4, 1, 147, 1.0, {"feature_map": "relu"}),
+        (2, 8192, 4, 4, 256, 1.0, {"states": True}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_wide_heads_in_float16_of_mosaic_gpu(
+    B: int, T: int, H: int, G: int, D: int, scale: float, options: dict[str, Any]
+) -> None:
+    needs_hopper()
+    layout, options = options.get("layout", "bthd"), dict(options)
+    qkv = arrays("float16", B=B, T=T, H=H, G=G, D=D, scale=scale, layout=layout)
+    if options.pop("states", False):
+        options |= linear_options("states", B, T, D, G=G)
+    options |= {"causal": True, "implementation": "mosaic_gpu"}
+    check("linear_attention", *qkv, **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("B", "T", "H", "G", "D", "rows", "options"),
+    [
+        (2, 9000, 4, 4, 256, 200, {}),
+        (1, LONG, 2, 2, 256, 1024, {"dtype": "float16"}),
+        (2, 9001, 4, 2, 155, 30, {"layout": "bhtd", "kv_lengths": np.array([9001, 3001])}),
+        (2, 7000, 4, 4, 192, 7000, {"feature_map": "silu", "dtype": "float16"}),
+        (2, 1000, 4, 4, 208, 3, {"dtype": "float16"}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_documents_of_wide_heads_of_mosaic_gpu(
+    B: int, T: int, H: int, G: int, D: int, rows: int, options: dict[str, Any]
+) -> None:
+    options = {"layout": "bthd"} | options
+    check_segments(B, T, H, G, D, rows=rows, causal=False, **options)
 
 
 @of_mosaic_gpu
@@ -1951,10 +2004,23 @@ def test_the_delta_rule_by_mosaic_gpu(
 def test_the_delta_rule_where_each_step_takes_all_of_the_state(
     T: int, D: int, decay: float
 ) -> None:
-    """One key and betas of 1: ddecay is a thousandth of its terms."""
+    check_steps_that_take_all(T, D, decay, 1.0)
+
+
+@of_mosaic_delta_rule
+@pytest.mark.parametrize(("T", "D", "decay"), [(193, 64, -0.4), (1024, 64, 0.0), (300, 128, 0.0)])
+def test_the_delta_rule_where_keys_are_equal_but_for_their_signs(
+    T: int, D: int, decay: float
+) -> None:
+    signs = np.random.default_rng(5).choice([-1, 1], (1, T, 4, 1))
+    check_steps_that_take_all(T, D, decay, signs)
+
+
+def check_steps_that_take_all(T: int, D: int, decay: float, signs: Any) -> None:
+    """One key, times the signs, and betas of 1: ddecay is a thousandth of its terms."""
     needs_hopper()
     qkv = arrays("float32", B=1, T=T, H=4, G=4, D=D)
-    k = jnp.broadcast_to(qkv[1][:, :1], qkv[1].shape)
+    k = signs * jnp.broadcast_to(qkv[1][:, :1], qkv[1].shape)
     k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
     qkv = [array.astype(jnp.bfloat16) for array in (qkv[0], k, qkv[2])]
     options = {"beta": jnp.ones((1, T, 4)), "decay": jnp.full((1, T, 4), decay)}
