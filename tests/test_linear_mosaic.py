@@ -403,7 +403,7 @@ OTHERS = [
         (1, 16384, 8, 8, "bthd", {"causal": True, "D": 112, "decay": True}, 7),
         (2, 1000, 8, 2, "bthd", {"S": 712, "D": 192, "return_state": True}, 5),
         (1, 4096, 8, 8, "bhtd", {"D": 256}, 5),
-        (1, 4096, 8, 2, "bthd", {"causal": True, "D": 256}, 3),
+        (1, 4096, 8, 2, "bthd", {"causal": True, "D": 256}, 7),
         (1, 16384, 8, 8, "bhtd", {"causal": True, "D": 256}, 7),
         (1, 1024, 8, 8, "bthd", {"causal": True, "D": 192, "return_state": True} | PLAIN, 7),
         (1, 4096, 8, 8, "bhtd", {"causal": True, "decay": "channel"}, 5),
