@@ -152,21 +152,23 @@ def whole_output(
             return phi * mosaic.in_rows(load(z_own, OF_COLUMNS), C)
 
         def shares(phi: jax.Array, den: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Of `weights` those in their sum over all columns, rounded, and their sum."""
+            """The shares of `weights` in `den`, their sum over all columns: rounded, and the sum
+            of the rounded ones."""
             inverse = 1.0 / jnp.maximum(den, LEAST_SUM)
             found = phi * mosaic.in_columns(inverse, phi.shape[1])
             found = mosaic.rounded(found, tiling.dtype)
             return found, jnp.sum(found.astype(F32), axis=1)
 
         def factor_of(den: jax.Array, of_rounded: jax.Array) -> jax.Array:
-            """What products of shares with means are multiplied by, [C]: den / max(den, eps), and
-            what makes up for the sum of the rounded shares."""
+            """The factor of the products of shares and means, [C]: den / max(den, eps), divided by
+            the sum of the rounded shares, which rounding moves away from 1."""
             of_all = den / jnp.maximum(den, max(spec.eps, LEAST_SUM))
             return of_all / jnp.maximum(of_rounded, LEAST_SHARE)
 
         def shares_of_blocks(slot: Any, state: Any, count: Any) -> tuple[list[Any], jax.Array]:
-            """Those of 64 columns each with the rows of S that they are multiplied with, and their
-            factor. Queries are mapped twice: no registers hold all features in float32."""
+            """The shares of each 64 columns, with the rows of S to multiply them with, and the
+            factor of the products. Queries are mapped twice, since registers have no room for all
+            features in float32."""
             own = [pl.ds(first, HALF) for first in range(0, spec.D, HALF)]
 
             def of_block(columns: Any) -> jax.Array:

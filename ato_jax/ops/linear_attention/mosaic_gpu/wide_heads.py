@@ -115,7 +115,8 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
 
 
 def states_of(call: Call, inputs: Inputs, is_returned: bool) -> tuple[States, LinearState | None]:
-    """What the passes read, and the state behind the sequence, in float16 times c."""
+    """The states that all passes read, and the state behind the sequence. In float16 the latter is
+    multiplied by c."""
     by = wide_powers.of_keys(call.spec, inputs)
     start, of_states, behind = inputs.initial_state, None, None
     if by is not None:
@@ -217,8 +218,8 @@ def _walked(
     is_whole: bool = False,
     from_the_end: bool = False,
 ) -> tuple[State, LinearState | None]:
-    """The sums [B, heads, runs, F, V] ahead of each run as it is walked, the vectors ahead of each
-    chunk, and the state behind the last of them.
+    """A walk over all runs. It returns the sums ahead of each run, [B, heads, runs, F, V], the
+    vectors ahead of each chunk, and the state behind the last run.
 
     Args:
       x: k, or q; and y: v, or g.

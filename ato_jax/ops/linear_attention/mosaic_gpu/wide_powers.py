@@ -1,4 +1,4 @@
-"""Powers of two for float16 in the causal passes over heads of 129 to 256 columns.
+"""Powers of two for float16 in the passes over runs of heads of 129 to 256 columns.
 
 Sums and features may be far below float16's smallest normal number, 2^-14, or above its largest. So
 whatever is rounded is multiplied by a power of two first, one for each head unless the table says
@@ -13,10 +13,11 @@ that:
                     is not known, w is the row's, by its g_i
     shares    f     phi'(q_i) . phi(k_j) f, whose bound is D times both largest magnitudes, as their
                     powers leave them; in OUT phi(q_i) has a power of its own, and f is the row's.
-                    A row of a chunk's is raised to that size before it is rounded
+                    A row far below the bound is raised once more in each chunk, before it is
+                    rounded: `add_chunk` in `wide_run_rows.py`
 
-Powers are undone where what is found leaves the kernels, or cancel in a quotient. Numbers down to
-2^-28 of the largest have all of their digits.
+Powers are undone where what is found leaves the kernels, or cancel in a quotient. A number keeps
+all of its digits down to 2^-28 of the largest one that has the same power.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Linea
 KEYS, SUMS, PAIRS, QUERIES, SHARES = range(5)
 # No power of a bound is larger: products of two, and of one with a sum, stay finite in float32.
 MOST = 2.0**60
-MOST_OF_ROWS = 2.0**40
+MOST_OF_ROWS = 2.0**40  # by which a sum is multiplied that has other powers already
 
 
 class OfKeys(NamedTuple):

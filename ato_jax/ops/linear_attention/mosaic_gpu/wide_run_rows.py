@@ -31,14 +31,14 @@ Found = tuple[jax.Array, ...]  # [64, D], in parts of as many columns as a produ
 
 
 class Powers(NamedTuple):
-    """What a warpgroup multiplies by in float16 (`wide_powers.py`): one number, or one for each of
-    its rows, [64]."""
+    """The factors by which a warpgroup scales its numbers in float16 (`wide_powers.py`). Each is a
+    number, or one number for each of its rows, [64]."""
 
-    keys: Any  # c
-    row: Any  # of the features of its own queries; 1 where it has none
-    pairs: Any  # w[i, j]
-    state: Any  # x_i T, which then is a sum as w[i, j] p_j is
-    found: Any  # these sums, at last
+    keys: Any  # c, which scales phi(k)
+    row: Any  # scales phi(q) of the own rows in OUT; 1 in all other passes
+    pairs: Any  # scales w[i, j]
+    state: Any  # scales x_i T as the sum of w[i, j] p_j is scaled
+    found: Any  # undoes the scale of that sum
 
 
 class Own(NamedTuple):
@@ -106,8 +106,8 @@ def of_own(runs: Runs, item: Item, ref: Any) -> Any:
 
 
 def powers_of(runs: Runs, item: Item) -> Powers | None:
-    """None where numbers are only rounded. x has been loaded, and DQ leaves its largest
-    magnitudes."""
+    """The factors of a unit whose x has been loaded; None in bfloat16. DQ also writes the largest
+    magnitude of each row of g."""
     if runs.arrays.powers is None:
         return None
     keys, sums = (runs.power(item, number) for number in (wide_powers.KEYS, wide_powers.SUMS))
@@ -129,7 +129,7 @@ def powers_of(runs: Runs, item: Item) -> Powers | None:
 
 
 def largest_of_x(runs: Runs) -> jax.Array:
-    """The largest magnitude of each own row of x, for OUT of its features, [64]."""
+    """The largest magnitude in each own row, [64]: of phi(q) in OUT, and of x in DQ."""
     found: Any = None
     for block in range(runs.blocks):
         x = load(runs.own.x.at[mosaic.group(), :, columns_of(block)])
@@ -142,8 +142,7 @@ def largest_of_x(runs: Runs) -> jax.Array:
 
 
 def times(found: jax.Array, reads: Any) -> jax.Array:
-    """What rows read of a state or a vector, [64, columns], times a number, or one of each row, if
-    any."""
+    """`found` [64, columns] times `reads`, which is a number, a number for each row, or None."""
     if reads is None:
         return found
     return found * (mosaic.in_columns(reads, found.shape[1]) if jnp.ndim(reads) else reads)
@@ -161,7 +160,7 @@ def vector_of(runs: Runs, item: Item, block: int, side: int) -> jax.Array:
 
 
 def vectors_times(runs: Runs, item: Item, block: int, reads: Sequence[Any]) -> jax.Array:
-    """64 columns of what rows read of the vectors, [64, 64], added up over the sides."""
+    """The sum of both sides' vectors in 64 columns, [64, 64], each times its factor of the row."""
     found = mosaic.zeros(C, HALF)
     for side, own in enumerate(reads):
         found = found + times(vector_of(runs, item, block, side), own)
@@ -203,7 +202,7 @@ def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
 
 
 def reads_of_states(runs: Runs, item: Item, own: Powers | None) -> list[Any]:
-    """Of each side, what rows' products with its state are multiplied by, if by anything."""
+    """For each side, the factor of a row's product with the state of that side; None is 1."""
     found = [of_own(runs, item, ref) for ref in runs.reads]
     if own is None:
         return found
@@ -211,7 +210,7 @@ def reads_of_states(runs: Runs, item: Item, own: Powers | None) -> list[Any]:
 
 
 def read_both_states(runs: Runs, item: Item, own: Powers | None) -> Found:
-    """x T of both sides, in 64 columns at a time."""
+    """The sum over both sides of x T times the row's factor, 64 columns of T at a time."""
     x, found = runs.own.x.at[mosaic.group()], []
     reads = reads_of_states(runs, item, own)
     for block in range(runs.blocks):
@@ -308,7 +307,7 @@ def add_chunk(
         w = w - mosaic.in_rows(e, C)
     exact, raised = weights_of(runs, w, mine, chunk, seen_sums), None
     if mine.powers is not None and runs.by_values:
-        # Rows may be far below the bound of their head's shares.
+        # A row's shares may be far below the bound for its head, and would lose digits.
         raised = powers.power_of(jnp.max(jnp.abs(exact), axis=1), wide_powers.MOST_OF_ROWS)
         exact, found = times(exact, raised), tuple(times(part, raised) for part in found)
     w = mosaic.rounded(exact, runs.tiling.dtype)
@@ -451,8 +450,9 @@ def write_query_gradient(
 
 
 def as_keys_see(runs: Runs, x: jax.Array) -> jax.Array:
-    """phi(q_i) inverse_i, rounded, in float32. In float16 some power of two comes first, which
-    changes no digit: so it is rounded to as many digits without one."""
+    """phi(q_i) inverse_i as the keys' gradients multiply it: rounded, in float32. In float16 these
+    multiply it by a power of two before they round it. A power changes no digit, so here it is
+    rounded to as many digits without one."""
     if runs.arrays.powers is None:
         return mosaic.rounded(x).astype(F32)
     raised = x * DIGITS

@@ -40,7 +40,8 @@ class Pass(enum.Enum):
 
 
 class Beyond(NamedTuple):
-    """What a pass reads of the rows on the other side of a run, as `Arrays` has it."""
+    """The fields of `Arrays` that differ by side, for the other side of a run. A pass whose rows
+    see both sides reads these, too."""
 
     states: Any
     vectors: Any
@@ -75,7 +76,7 @@ class Arrays(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a pass writes. With a normaliser DQ writes `inverse` and `e`. With a decay DQ and DK
+    """The outputs of a pass. With a normaliser DQ writes `inverse` and `e`. With a decay DQ and DK
     write `flows`, the numbers of rows from which a decay's gradient is made (`scans/flows.py`). In
     float16 DQ writes the largest magnitude in each row of phi(q) and of g."""
 
@@ -186,7 +187,7 @@ class Runs:
 
     @property
     def reads(self) -> list[Any]:
-        """Of each side, the array of what a row reads of its run's state."""
+        """For each side, the array of the factors by which rows read the state of their run."""
         return self._of_sides("reads")
 
     @property
@@ -248,7 +249,7 @@ class Runs:
 
     @property
     def chunks(self) -> int:
-        """Of the sequence."""
+        """The number of chunks in the sequence."""
         return int(pl.cdiv(self.spec.T, C))
 
     def others(self, item: Item) -> Any:

@@ -82,9 +82,9 @@ def whole_units(length: int) -> int:
 
 
 def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Arrays) -> Left:
-    """What the pass finds. DQ also returns inverse and e with a normaliser, flows with a decay, and
-    features and cotangents in float16: each is [B, H, T up to a whole unit] in float32. `deal`
-    counts heads."""
+    """Launches a pass and returns its outputs. DQ also returns inverse and e with a normaliser,
+    flows with a decay, and features and cotangents in float16: each is [B, H, T up to a whole unit]
+    in float32. `deal` counts heads."""
     runs = Runs(spec, in_units(spec, deal), of, arrays)
     given, tree = jax.tree.flatten(arrays)
     like = arrays.x if arrays.reader is None else arrays.reader
@@ -172,8 +172,8 @@ def load_unit(runs: Runs, item: Item) -> None:
         tiles = runs.turned if runs.turns_states else runs.tiles
         load_tile(runs.tile_of_state(item, block, side), source, tiles)
 
-    # As many as have room before the own rows, which have to wait for those of the unit before; and
-    # before whose coming no tile is let go.
+    # The ring takes these tiles while the own rows wait for their place in shared memory. More of
+    # them would deadlock: no warpgroup frees a tile before it has its own rows.
     first = min(runs.slots, runs.tiles_of_states)
     for number in range(first):
         load_state(number)

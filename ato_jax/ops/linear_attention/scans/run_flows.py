@@ -28,8 +28,8 @@ class AtRuns(NamedTuple):
     unit_of_kv: jax.Array | None = None
 
     def of_start(self, cotangent: LinearState) -> jax.Array:
-        """What the first step's decay takes from the state that is given, [B, H], by the gradient
-        of that state."""
+        """The inner product of the given state and its gradient, [B, H]: the part of the first
+        step's decay gradient that comes from that state."""
         kv = jnp.sum(self.kv[:, :, 0].astype(jnp.float32) * cotangent.kv, axis=(2, 3))
         kv = kv if self.unit_of_kv is None else kv * self.unit_of_kv
         found = kv + jnp.sum(self.k_sum[:, :, 0] * cotangent.k_sum, axis=2)
