@@ -1223,6 +1223,33 @@ def test_wide_heads_in_float16_of_mosaic_gpu(
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
+    ("T", "S", "D", "V", "options"),
+    [
+        (65529, 65529, 128, 128, {}),
+        (9001, 9001, 120, 88, {"layout": "bhtd", "dtype": "float16"}),
+        (4099, 9000, 128, 128, {"kv_lengths": [9000, 3001], "feature_map": "silu"}),
+        (65529, 65529, 256, 256, {}),
+        (9003, 1001, 184, 136, {"feature_map": "exp", "layout": "bhtd"}),
+        (9001, 9001, 208, 208, {"dtype": "float16", "return_state": True}),
+        (65529, 65529, 256, 256, {"causal": True}),
+        (9001, 9001, 216, 136, {"causal": True, "dtype": "float16", "layout": "bhtd"}),
+        (9000, 9000, 88, 88, {"causal": True, "feature_map": "relu"}),
+        (9001, 9001, 120, 104, {"causal": True, "dtype": "float16"}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_any_rows_and_multiples_of_8_columns_of_mosaic_gpu(
+    T: int, S: int, D: int, V: int, options: dict[str, Any]
+) -> None:
+    needs_hopper()
+    options = {"layout": "bthd", "dtype": "bfloat16", "implementation": "mosaic_gpu"} | options
+    lengths = {name: jnp.array(options[name]) for name in options if name.endswith("lengths")}
+    qkv = arrays(options.pop("dtype"), T=T, S=S, D=D, V=V, H=4, G=4, layout=options["layout"])
+    check("linear_attention", *qkv, **options | lengths)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
     ("B", "T", "H", "G", "D", "rows", "options"),
     [
         (2, 9000, 4, 4, 256, 200, {}),

@@ -119,15 +119,14 @@ def _rows(spec: LinearAttentionSpec) -> list[dict[str, int]]:
 
 def _columns(spec: LinearAttentionSpec) -> list[dict[str, int]]:
     """The least D and V that tiles hold, if any do."""
-    D, V = spec.D, spec.V
+    D, V, step = spec.D, spec.V, narrow.step_of(spec)
     columns = max(D, V)
     if frame.both_ways(spec):
         size = next((size for size in refusals.SIZES_BOTH_WAYS if size >= columns), None)
         D, V = (size or D, size or V)
     elif (spec.causal or spec.segments) and columns <= mosaic.HALF and spec.dtype != "float32":
-        step = narrow.STEP if spec.decay == "channel" else narrow.STEP_OF_PAIRS
         D, V = (max(narrow.LEAST_OF_PAIRS, up(size, step)) for size in (D, V))
     elif columns > mosaic.HALF:
-        D, V = (up(size, narrow.STEP) for size in (D, V))
+        D, V = (up(size, step) for size in (D, V))
         V = max(V, narrow.LEAST) if D < narrow.LEAST else V
     return [{"D": D, "F": D, "V": V}]

@@ -17,7 +17,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import HALF as HALF
 from ato_jax.mosaic import Deal as Deal
 from ato_jax.ops.linear_attention.mosaic_gpu import value_blocks
-from ato_jax.ops.linear_attention.mosaic_gpu.narrow import widths_of
+from ato_jax.ops.linear_attention.mosaic_gpu.narrow import STEP, widths_of
 from ato_jax.ops.linear_attention.scans.chunks import LOG2_E as LOG2_E
 from ato_jax.ops.linear_attention.scans.chunks import C as C
 from ato_jax.ops.linear_attention.scans.chunks import heads_of_tile
@@ -69,7 +69,8 @@ def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     # With gates of channels T is a multiple of 8, and a head's columns are one of 16.
     as_given = heads == 2 and width < HALF and spec.decay != "channel"
     in_documents = by_documents(spec) and not is_wide(spec)
-    untiled = spec.T % ROWS_OF_A_TILE != 0 or as_given or in_documents
+    odd = (spec.T % ROWS_OF_A_TILE, spec.S % ROWS_OF_A_TILE, width % STEP) != (0, 0, 0)
+    untiled = odd or as_given or in_documents
     cut = isinstance(spec, value_blocks.Cut)
     return mosaic.Tiling(spec.layout, columns, width, heads, dtype, untiled, cut)
 

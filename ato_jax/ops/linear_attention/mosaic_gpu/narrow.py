@@ -1,13 +1,15 @@
-"""Heads of fewer columns than a tile has: 80 to 112 by the kernels of 128, 144 to 176 by those of
-192, 208 to 240 by those of 256, in steps of 16; causal also 16 to 56 by those of 64, in steps of 8,
-or, with gates of channels, of 16.
+"""Heads of fewer columns than a tile has, in steps of 8: 80 to 120 by the kernels of 128, 136 to
+184 by those of 192, 200 to 248 by those of 256; causal also 16 to 56 by those of 64. With gates of
+channels, and in float32, steps are of 16.
+
 Where D and V differ, the larger one chooses the tile.
 
 The copy engine (TMA) fills a tile's columns beyond those of a head with zeros, and leaves them out
-of stores. For that the swizzled rows of a tile have to divide a head's rows, or tiles are copied as
-they are in blocks of 64 columns (`mosaic.Views`), as those of 64 are. phi(0) need not be 0, though.
-So the features of keys are put to 0 in those columns (`phi.keys` in `feature_maps.py`). States then
-are 0 there, and whatever is multiplied with them adds nothing.
+of stores. For that the swizzled rows of a tile have to divide a head's rows, which a product takes
+from 16 columns on, or tiles are copied as they are in blocks of 64 columns (`mosaic.Views`), as
+those of 64 are. phi(0) need not be 0, though. So the features of keys are put to 0 in those columns
+(`phi.keys` in `feature_maps.py`). States then are 0 there, and whatever is multiplied with them
+adds nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +26,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState, 
 TILES = 128, 192, 256
 LEAST = 80  # columns of a head that these tiles hold
 STEP = 16  # the copy engine takes a part of a head's columns that a product takes
-# Two heads of at most 64 columns share a tile. The copy engine needs rows of a multiple of 16
-# bytes.
-LEAST_OF_PAIRS, STEP_OF_PAIRS = 16, 8
+STEP_AS_THEY_ARE = 8  # or it takes them as they are: it needs rows of a multiple of 16 bytes
+LEAST_OF_PAIRS = 16  # two heads of at most 64 columns share a tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +39,20 @@ class Narrow(LinearAttentionSpec):
     values_width: int = 0
 
 
+def step_of(spec: LinearAttentionSpec) -> int:
+    """What D and V are multiples of."""
+    tiled = spec.decay == "channel" or spec.dtype == "float32"
+    return STEP if tiled else STEP_AS_THEY_ARE
+
+
 def tile_of(spec: LinearAttentionSpec) -> int | None:
     """The columns that a head has in the tile that the larger of D and V fills, maybe in part; None
     where there is no such tile."""
-    columns = max(spec.D, spec.V)
+    columns, step = max(spec.D, spec.V), step_of(spec)
     if (spec.causal or spec.segments) and columns <= HALF:
-        whole = spec.D % STEP_OF_PAIRS == spec.V % STEP_OF_PAIRS == 0
+        whole = spec.D % STEP_AS_THEY_ARE == spec.V % STEP_AS_THEY_ARE == 0
         return HALF if whole and min(spec.D, spec.V) >= LEAST_OF_PAIRS else None
-    if columns < LEAST or spec.D % STEP or spec.V % STEP:
+    if columns < LEAST or spec.D % step or spec.V % step:
         return None
     return next((tile for tile in TILES if columns <= tile), None)
 

@@ -28,6 +28,7 @@ from ato_jax.mosaic import F32
 from ato_jax.ops.linear_attention import random_features
 from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.mosaic_gpu import causal, frame, projected_whole
+from ato_jax.ops.linear_attention.mosaic_gpu.narrow import STEP
 from ato_jax.ops.linear_attention.mosaic_gpu.projected_whole import least_of
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
@@ -67,6 +68,12 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.dtype != "bfloat16":
         return f"needs bfloat16 with features that are not elementwise, got {spec.dtype}"
     if phase == "forward" or is_whole(spec):
+        ragged = spec.T % frame.ROWS_OF_A_TILE or spec.S % frame.ROWS_OF_A_TILE
+        if is_whole(spec) and ragged:
+            rows = f"multiples of {frame.ROWS_OF_A_TILE} rows"
+            return f"needs {rows} without causal=True, got {spec.T} and {spec.S}"
+        if is_whole(spec) and spec.F % STEP:
+            return f"needs a multiple of {STEP} features without causal=True, got {spec.F}"
         return None
     beside = "a decay or segments" if spec.decay or spec.segments else ""
     if spec.causal and (spec.q_lengths or spec.kv_lengths):

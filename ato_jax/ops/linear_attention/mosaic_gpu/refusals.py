@@ -30,12 +30,12 @@ def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     least = narrow.LEAST if in_float32 else 0
     if least <= max(spec.D, spec.V) <= most and narrow.tile_of(spec):
         return None
-    sizes = f"D and V of multiples of {narrow.STEP}, the larger from {narrow.LEAST} to {most}"
+    step = narrow.step_of(spec)
+    sizes = f"D and V of multiples of {step}, the larger from {narrow.LEAST} to {most}"
     if in_float32:
         sizes += f", or D = V = {mosaic.HALF}"
     if spec.causal and not in_float32:
-        step, least = narrow.STEP_OF_PAIRS, narrow.LEAST_OF_PAIRS
-        sizes += f", or of multiples of {step}, both from {least} to {mosaic.HALF}"
+        sizes += f", or both from {narrow.LEAST_OF_PAIRS} to {mosaic.HALF}"
     return sizes
 
 
@@ -78,7 +78,4 @@ def unsupported_pairs(spec: LinearAttentionSpec) -> str | None:
 
 def takes_any_rows(spec: LinearAttentionSpec) -> bool:
     """Whether sequences may be no multiple of 8 rows (`mosaic.Views`, `row_copies.py`)."""
-    if frame.by_documents(spec) and not frame.is_wide(spec):
-        return True
-    walks = (spec.causal or frame.both_ways(spec)) and spec.dtype != "float32"
-    return walks and spec.decay != "channel" and not frame.is_wide(spec)
+    return spec.dtype != "float32" and spec.decay != "channel"

@@ -1,12 +1,13 @@
-"""Tiles of one head of 128 columns where sequences are no multiple of 8 rows.
+"""Tiles of one head of 128 columns or more where sequences are no multiple of 8 rows.
 
 Products take a tile [64, 128] in swizzled atoms of [8, 64]: 8 rows of one half, 1 KiB, the two
 halves of 8 rows side by side. Where a sequence is a multiple of 8 rows one TMA copy lays them so,
-from an array that is seen in groups of 8 rows. Else the array is seen as it is, and such a copy
-takes 64 columns of some rows: of 64 rows it would fill the half of a tile in two blocks
-(`mosaic.Tiling.blocks`), and a product of 128 columns would be two of 64, with as many sums. So
-each copy here takes one atom, `COPIES` a tile. Rows beyond the end of a sequence are read as zeros
-and not written, whole atoms of them, too.
+from an array that is seen in groups of 8 rows. Else the array is seen as it is, and a copy takes 64
+columns of some rows. Rows beyond the end of a sequence are read as zeros and not written.
+
+    ByBlocks    a copy of 64 rows for each 64 columns, which are a block of shared memory. A
+                product of more columns is one for each block, with as many sums
+    ByAtoms     a copy for each atom, `COPIES` a tile of 128 columns. Products are as elsewhere
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ class ByAtoms(mosaic.Tiling):
 
     def leave_tile(self, tiles: Any, slot: Any, ref: Any, item: Any, rows: Any, head: Any) -> None:
         def copy(part: Any, atom: Any) -> None:
-            plgpu.copy_smem_to_gmem(atom, part)
+            plgpu.copy_smem_to_gmem(atom, part, commit_group=False)
 
         self._each_atom(copy, ref, item, rows, head, tiles, slot)
+        plgpu.commit_smem_to_gmem_group()
 
     def _each_atom(
         self, copy: Any, ref: Any, item: Any, rows: Any, head: Any, tiles: Any, slot: Any
@@ -86,13 +88,91 @@ def _atom(tiles: Any, slot: Any, group: Any, half: int) -> Any:
     return tiles.at[slot, pl.ds(group * ATOM, ATOM), pl.ds(half * HALF, HALF)]
 
 
+@dataclasses.dataclass(frozen=True)
+class ByBlocks(mosaic.Tiling):
+    """Tiles of any multiple of 64 columns, of one head. Where `untiled`, they are [blocks, 64, 64];
+    else one block has all columns."""
+
+    @property
+    def blocks(self) -> int:
+        return self.columns // HALF if self.untiled else 1
+
+    def tiles(self, slots: int, columns: int | None = None) -> Any:
+        """Of all columns or so many."""
+        columns = self.columns if columns is None else columns
+        if not self.untiled:
+            return self.shared(slots, mosaic.ROWS, columns)
+        return self.of_rows(slots, columns // HALF, mosaic.ROWS, HALF)
+
+    def leave_tile(
+        self, tiles: Any, slot: Any, ref: Any, item: Any, rows: Any, head: Any, share: Any = 0
+    ) -> None:
+        """Where tiles have fewer columns than a head, they are those of number `share`."""
+        own = tiled(tiles).at[slot]
+        if not self.untiled:
+            target, columns = self.part(ref, item, rows, head), own.shape[-1]
+            if columns < self.columns:
+                target = target.at[:, pl.ds(share * columns, columns)]
+            plgpu.copy_smem_to_gmem(own, target)
+            return
+        blocks = own.shape[0]
+        for block in range(blocks):
+            target = self.part(ref, item, rows, head, share * blocks + block)
+            plgpu.copy_smem_to_gmem(mosaic.for_copy(tiles.at[slot, block]), target)
+
+    def block_in(self, tile: Any, block: Any) -> Any:
+        """64 columns of a tile."""
+        if self.untiled:
+            return tile.at[block]
+        return tile.at[:, pl.ds(first_of(block), HALF)]
+
+    def all_in(self, tile: Any) -> list[Any]:
+        """A tile's blocks, of which each is a factor."""
+        return [tile.at[block] for block in range(tile.shape[0])] if self.untiled else [tile]
+
+
+def first_of(block: Any) -> Any:
+    """The first column of 64."""
+    first = block * HALF
+    return first if isinstance(block, int) else pl.multiple_of(first, HALF)
+
+
+def copy_block(
+    tiling: mosaic.Tiling, ref: Any, item: Any, rows: Any, head: Any, block: Any, tile: Any, to: Any
+) -> None:
+    """Loads rows of a sequence, 64 columns, into a tile [64, 64]: one copy, an arrival on `to`."""
+    source = tiling.part(ref, item, rows, head, block)
+    plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tile), to)
+
+
+def leave_block(
+    tiling: mosaic.Tiling, tile: Any, ref: Any, item: Any, rows: Any, head: Any, block: Any
+) -> None:
+    """Stores a tile [64, 64] to rows of a sequence, 64 columns."""
+    target = tiling.part(ref, item, rows, head, block)
+    plgpu.copy_smem_to_gmem(mosaic.for_copy(tile), target)
+
+
+def _as(kind: type[mosaic.Tiling], own: mosaic.Tiling) -> Any:
+    return kind(**{field.name: getattr(own, field.name) for field in dataclasses.fields(own)})
+
+
 @functools.cache
 def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     """As `frame.tiling`, of kernels whose products take all columns of a tile at once."""
     own = frame.tiling(spec)
     if not own.untiled or own.heads == 2:
         return own
-    return ByAtoms(**{field.name: getattr(own, field.name) for field in dataclasses.fields(own)})
+    return _as(ByAtoms, own)
+
+
+@functools.cache
+def by_blocks(spec: LinearAttentionSpec, always: bool = False) -> ByBlocks:
+    """As `frame.tiling`, of kernels that take a tile's columns in parts. With `always` in blocks,
+    whatever the number of rows."""
+    own = frame.tiling(spec)
+    found: ByBlocks = _as(ByBlocks, dataclasses.replace(own, untiled=own.untiled or always))
+    return found
 
 
 def copies_of(tiling: mosaic.Tiling) -> int:

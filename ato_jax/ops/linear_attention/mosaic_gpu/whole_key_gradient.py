@@ -27,7 +27,8 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, whole_units
+from ato_jax.mosaic.tiles import tiled
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -53,16 +54,17 @@ def whole_key_gradient(
     """dk and dv, from r [B, G, F, V] in the dtype of tiles and u [B, G, F] in float32; 0 in rows
     behind the lengths [B] of keys. In float16 `units` [B, G] float32 are those of r, and with a
     normaliser `inverse` [B, G, F] float32 is `LARGEST` / z."""
-    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
+    tiling, maps = row_copies.tiling(spec), feature_maps.features(spec)
     of_rows = whole_units.has_units_of_features(spec) and not spec.normalize
+    copies = row_copies.copies_of(tiling)
     scratch = dict(
-        k_s=tiling.shared(STAGES, C, F),
-        v_s=tiling.shared(STAGES, C, V),
+        k_s=tiling.tiles(STAGES),
+        v_s=tiling.tiles(STAGES),
         r_s=tiling.shared(STATES, F, V),
         u_s=plgpu.SMEM((STATES, F), F32),
-        out_s=tiling.shared(WORKERS, 2, C, V),
-        loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        v_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        out_s=tiling.tiles(2 * WORKERS),
+        loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+        v_loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         v_free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         r_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STATES),
@@ -95,6 +97,7 @@ def whole_key_gradient(
         inverse_ref: Any = given.pop() if inverse is not None else None
         units_ref: Any = given.pop() if units is not None else None
         (lengths_ref,) = given or (None,)
+        k_rows, v_rows, out_rows = (tiled(x) for x in (k_s, v_s, out_s))
 
         def load_piece(item: Item) -> None:
             state = slot_of(item.number, STATES)
@@ -114,8 +117,8 @@ def whole_key_gradient(
                     (v_ref, v_s, v_loaded, v_free),
                 ):
                     mosaic.wait_until_free(own_free, step, STAGES)
-                    source = tiling.part(ref, item, item.rows(chunk), item.head)
-                    plgpu.copy_gmem_to_smem(source, own.at[slot], own_loaded.at[slot])
+                    rows = item.rows(chunk)
+                    tiling.copy_tile(ref, item, rows, item.head, own, slot, own_loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -136,22 +139,21 @@ def whole_key_gradient(
 
                 def write(number: int, found: Any, ref: Any) -> None:
                     """Stores a gradient, or what `found` puts into its place in shared memory."""
-                    own_out = out_s.at[mosaic.group(), number]
+                    place = 2 * mosaic.group() + number
+                    own_out = out_rows.at[place]
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other's may go on
                     if callable(found):
                         found(own_out)
                     else:
                         own_out[...] = found.astype(tiling.dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        own_out, tiling.part(ref, item, item.rows(chunk), item.head)
-                    )
+                    tiling.leave_tile(out_s, place, ref, item, item.rows(chunk), item.head)
 
                 def gradient_of_features() -> jax.Array:
                     of_sum = mosaic.in_rows(load(u_s.at[state], OF_COLUMNS), C)
                     of_sum = of_sum if unit is None else of_sum * (1 / unit)
                     plgpu.barrier_wait(v_loaded.at[slot])
-                    (dk,) = multiply((of_sum, [(v_s.at[slot], r_s.at[state].T)]))
+                    (dk,) = multiply((of_sum, [(v_rows.at[slot], r_s.at[state].T)]))
                     plgpu.barrier_arrive(v_free.at[slot])
                     return dk if unit is None else dk * unit_of_shares
 
@@ -168,7 +170,7 @@ def whole_key_gradient(
 
                 plgpu.barrier_wait(loaded.at[slot])
                 if maps.slope_is_known:
-                    x = load(k_s.at[slot])  # [C, F]
+                    x = load(k_rows.at[slot])  # [C, F]
                     let_go_of_k()
                     own_units = None
                     if of_rows:
@@ -187,7 +189,7 @@ def whole_key_gradient(
                     return
 
                 def keys(first: int) -> jax.Array:
-                    return load(k_s.at[slot, :, pl.ds(first, HALF)])  # [C, HALF]
+                    return load(k_rows.at[slot, :, pl.ds(first, HALF)])  # [C, HALF]
 
                 def features(first: int) -> jax.Array:
                     if inverse_ref is None:

@@ -50,7 +50,8 @@ from ato_jax.mosaic import (
     slot_of,
 )
 from ato_jax.mosaic.scales import LEAST_UNIT
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, whole_units
+from ato_jax.mosaic.tiles import tiled
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -76,20 +77,20 @@ def whole_query_gradient(
     [B, G, F] and least [B, G, C], all the same, in float32. Rows behind the lengths [B] of queries
     have no gradient, and give none. In float16 with a normaliser s are means, and R and u those of
     shares; otherwise `units` [B, G] float32 are those of s."""
-    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
+    tiling, maps = row_copies.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
     scratch = dict(
-        q_s=tiling.shared(STAGES, 2, C, HALF),
-        g_s=tiling.shared(STAGES, C, V),
+        q_s=tiling.of_rows(STAGES, 2, C, HALF),
+        g_s=tiling.tiles(STAGES),
         s_s=tiling.shared(2, HALF, V),
         z_s=plgpu.SMEM((2, HALF), F32),
         least_s=plgpu.SMEM((C,), F32),
         ones_s=tiling.shared(ALIKE, C),
         parts_s=plgpu.SMEM((2, 2, 2, C), F32),  # of chunks by turns, of each half, e and den
-        dq_s=tiling.shared(2, 2, C, HALF),
+        dq_s=tiling.of_rows(2, 2, C, HALF),
         r_s=tiling.shared(2, HALF, COLUMNS, dtype=F32),
         u_s=plgpu.SMEM((2, HALF), F32),
-        loaded=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
+        loaded=plgpu.Barrier(num_arrivals=2 + row_copies.copies_of(tiling), num_barriers=STAGES),
         mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
         free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         exchanged=plgpu.Barrier(num_arrivals=2),
@@ -140,6 +141,7 @@ def whole_query_gradient(
         *given, dq_ref, r_ref, u_ref = refs
         units_ref: Any = given.pop() if units is not None else None
         (lengths_ref,) = given or (None,)
+        g_rows = tiled(g_s)
 
         def load_piece(item: Item) -> None:
             of_head = item.batch, lax.div(item.head, group_size)
@@ -159,10 +161,10 @@ def whole_query_gradient(
                 slot = slot_of(step, STAGES)
                 mosaic.wait_until_free(free, step, STAGES)
                 for half in range(2):
-                    source = tiling.part(q_ref, item, rows, item.head, half)
-                    plgpu.copy_gmem_to_smem(source, q_s.at[slot, half], loaded.at[slot])
-                source = tiling.part(g_ref, item, rows, item.head)
-                plgpu.copy_gmem_to_smem(source, g_s.at[slot], loaded.at[slot])
+                    of_half = q_ref, item, rows, item.head, half
+                    own_q = q_s.at[slot, half]
+                    row_copies.copy_block(tiling, *of_half, own_q, loaded.at[slot])
+                tiling.copy_tile(g_ref, item, rows, item.head, g_s, slot, loaded)
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -205,7 +207,7 @@ def whole_query_gradient(
                 def _() -> None:
                     plgpu.barrier_arrive(multiplied)
                     plgpu.barrier_wait(multiplied)
-                    mosaic.keep_rows(g_s.at[slot, :, pl.ds(half * HALF, HALF)], count)
+                    mosaic.keep_rows(g_rows.at[slot, :, pl.ds(half * HALF, HALF)], count)
 
             def write_chunk(chunk: Any, total: jax.Array) -> jax.Array:
                 step = item.before + chunk
@@ -225,7 +227,7 @@ def whole_query_gradient(
                     return mosaic.kept(phi, deal.length - item.first_row - chunk * C)
 
                 plgpu.barrier_wait(loaded.at[slot])
-                products = [(g_s.at[slot], s_s.at[half].T)]
+                products = [(g_rows.at[slot], s_s.at[half].T)]
                 G, phi_q = mosaic.multiply_while(products, (C, HALF), features)
                 if s_unit is not None:
                     G = G * s_unit
@@ -268,9 +270,8 @@ def whole_query_gradient(
                 own_dq[...] = mosaic.kept(G, count).astype(tiling.dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
-                plgpu.copy_smem_to_gmem(
-                    own_dq, tiling.part(dq_ref, item, item.rows(chunk), item.head, half)
-                )
+                target = dq_ref, item, item.rows(chunk), item.head, half
+                row_copies.leave_block(tiling, own_dq, *target)
                 return total
 
             total = lax.fori_loop(0, item.chunks, write_chunk, first_carried())
@@ -313,7 +314,7 @@ def whole_query_gradient(
                     before = units
                 halves = multiply(
                     *(
-                        (total, [(q_s.at[slot, half].T, g_s.at[slot])])
+                        (total, [(q_s.at[slot, half].T, g_rows.at[slot])])
                         for half, total in enumerate(halves)
                     )
                 )

@@ -32,7 +32,8 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, whole_units
+from ato_jax.mosaic.tiles import tiled
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST, LEAST_SUM
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -65,17 +66,20 @@ def whole_sums(
       lengths: of keys, [B] int32: rows behind them are left out.
       z: of queries whose sums are to be those of shares, [B, G, F] float32.
     """
-    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
+    tiling = row_copies.by_blocks(spec, always=frame.is_wide(spec))
+    maps = feature_maps.features(spec)
     parts = blocks_of_state(spec)
     workers = spec.D // parts // HALF
     warpgroups = workers + 1
     in_units = whole_units.has_units_of_features(spec) and not of_rows
     scratch = dict(
-        x_s=tiling.shared(STAGES, workers, C, HALF),
-        y_s=tiling.shared(STAGES, C, spec.V),
+        x_s=tiling.of_rows(STAGES, workers, C, HALF),
+        y_s=tiling.tiles(STAGES),
         total_s=tiling.shared(workers, HALF, COLUMNS, dtype=F32),
         vector_s=plgpu.SMEM((workers, HALF), F32),
-        loaded=plgpu.Barrier(num_arrivals=workers + 1 + len(of_rows), num_barriers=STAGES),
+        loaded=plgpu.Barrier(
+            num_arrivals=workers + tiling.blocks + len(of_rows), num_barriers=STAGES
+        ),
         free=plgpu.Barrier(num_arrivals=workers, num_barriers=STAGES),
     )
     if lengths is not None:
@@ -108,10 +112,10 @@ def whole_sums(
                 slot = slot_of(step, STAGES)
                 mosaic.wait_until_free(free, step, STAGES)
                 for worker in range(workers):
-                    source = tiling.part(x_ref, item, rows, head, share * workers + worker)
-                    plgpu.copy_gmem_to_smem(source, x_s.at[slot, worker], loaded.at[slot])
-                source = tiling.part(y_ref, item, rows, head)
-                plgpu.copy_gmem_to_smem(source, y_s.at[slot], loaded.at[slot])
+                    of_worker = x_ref, item, rows, head, share * workers + worker
+                    own = x_s.at[slot, worker]
+                    row_copies.copy_block(tiling, *of_worker, own, loaded.at[slot])
+                tiling.copy_tile(y_ref, item, rows, head, y_s, slot, loaded)
                 for number, ref in enumerate(row_refs):
                     source = ref.at[item.batch, head, rows]
                     plgpu.copy_gmem_to_smem(source, rows_s.at[slot, number], loaded.at[slot])
@@ -144,8 +148,10 @@ def whole_sums(
 
                 @pl.when(count < C)
                 def _() -> None:
-                    width = spec.V // workers
-                    mosaic.keep_rows(y_s.at[slot, :, pl.ds(worker * width, width)], count)
+                    blocks = spec.V // HALF // workers
+                    for block in range(blocks):
+                        own = tiling.block_in(tiled(y_s).at[slot], worker * blocks + block)
+                        mosaic.keep_rows(own, count)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(masked)
                     plgpu.barrier_wait(masked)
@@ -190,7 +196,7 @@ def whole_sums(
                 return rounded, -jnp.sum(phi * e, axis=1)
 
             def sum_chunk(chunk: Any, sums: Any) -> Any:
-                total, vector, *largest_before = sums
+                totals, vector, *largest_before = sums
                 slot = slot_of(item.before + chunk, STAGES)
                 plgpu.barrier_wait(loaded.at[slot])
                 x = mosaic.load_transposed(x_s.at[slot, worker])  # [HALF, C]
@@ -198,33 +204,39 @@ def whole_sums(
                 if in_units:
                     (before,) = largest_before
                     phi, added, *largest = map_keys_in_units(x, chunk, before)
-                    total = total * mosaic.in_columns(before / largest[0], spec.V)
+                    totals = times(totals, before / largest[0])
                 else:
                     own_map = map_queries if len(of_rows) == 2 else map_keys
                     phi, added = own_map(x, slot, chunk)
                 if lengths_ref is not None:
                     mask_values(slot, item.rows_within(chunk, lengths_ref))
-                (total,) = multiply((total, [(phi, y_s.at[slot])]))
+                blocks = tiling.all_in(tiled(y_s).at[slot])
+                totals = multiply(
+                    *((total, [(phi, y)]) for total, y in zip(totals, blocks, strict=True))
+                )
                 plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                 plgpu.barrier_arrive(free.at[slot])
-                return total, vector + added, *largest
+                return totals, vector + added, *largest
 
             nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
-            start: Any = mosaic.zeros(HALF, spec.V), nothing
+            width = spec.V // tiling.blocks
+            start: Any = (mosaic.zeros(HALF, width),) * tiling.blocks, nothing
             if in_units:
                 start += (plgpu.layout_cast(jnp.full((HALF,), LEAST_SUM, F32), OF_ROWS),)
-            total, vector, *largest = lax.fori_loop(0, item.chunks, sum_chunk, start)
+            totals, vector, *largest = lax.fori_loop(0, item.chunks, sum_chunk, start)
             if in_units:
-                total = total * mosaic.in_columns(largest[0] * (1 / LARGEST), spec.V)
+                totals = times(totals, largest[0] * (1 / LARGEST))
             if z_own is not None:
-                total, vector = total * (1 / LARGEST), vector * (1 / LARGEST)
+                totals = tuple(total * (1 / LARGEST) for total in totals)
+                vector = vector * (1 / LARGEST)
             of_piece = item.batch, head, item.piece
             rows = pl.ds((share * workers + worker) * HALF, HALF)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             vector_s.at[worker][...] = vector
             for column in range(0, spec.V, COLUMNS):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                total_s.at[worker][...] = total[:, column : column + COLUMNS]
+                total, first = totals[column // width], column % width
+                total_s.at[worker][...] = total[:, first : first + COLUMNS]
                 plgpu.commit_smem()
                 target = total_ref.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
                 plgpu.copy_smem_to_gmem(total_s.at[worker], target)
@@ -249,3 +261,8 @@ def whole_sums(
     )
     arrays = (x, y, *of_rows, *(one for one in (z, lengths) if one is not None))
     return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=warpgroups)
+
+
+def times(totals: Sequence[jax.Array], factors: jax.Array) -> tuple[jax.Array, ...]:
+    """A sum, in parts of its columns, times a factor for each feature."""
+    return tuple(total * mosaic.in_columns(factors, total.shape[1]) for total in totals)

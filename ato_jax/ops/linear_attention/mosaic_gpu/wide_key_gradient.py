@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, whole_units
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -51,7 +51,7 @@ def wide_key_gradient(
     slots = 3 if workers > 3 else 6  # what R leaves room for
     of_rows = whole_units.has_units_of_features(spec) and not spec.normalize
     scratch = dict(
-        x_s=tiling.shared(slots, workers, C, HALF),
+        x_s=tiling.of_rows(slots, workers, C, HALF),
         r_s=tiling.shared(workers, HALF, spec.V),
         u_s=plgpu.SMEM((workers, HALF), F32),
         loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
@@ -114,8 +114,9 @@ def wide_key_gradient(
                     slot = slot_of(tile, slots)
                     mosaic.wait_until_free(free, tile, slots)
                     for block in range(workers):
-                        source = tiling.part(ref, item, item.rows(chunk), item.head, block)
-                        plgpu.copy_gmem_to_smem(source, x_s.at[slot, block], loaded.at[slot])
+                        own_part = ref, item, item.rows(chunk), item.head, block
+                        tile = x_s.at[slot, block]
+                        row_copies.copy_block(tiling, *own_part, tile, loaded.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -147,8 +148,8 @@ def wide_key_gradient(
                 def write(slot: Any, found: jax.Array, ref: Any) -> None:
                     x_s.at[slot, own][...] = found.astype(tiling.dtype)
                     plgpu.commit_smem()
-                    target = tiling.part(ref, item, item.rows(chunk), item.head, own)
-                    plgpu.copy_smem_to_gmem(x_s.at[slot, own], target)
+                    target = ref, item, item.rows(chunk), item.head, own
+                    row_copies.leave_block(tiling, x_s.at[slot, own], *target)
 
                 plgpu.barrier_wait(loaded.at[slot])
                 first = own * HALF if tiling.is_filled else 0

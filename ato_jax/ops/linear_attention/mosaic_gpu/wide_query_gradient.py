@@ -35,7 +35,7 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, slot_of
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -61,8 +61,8 @@ def wide_query_gradient(
     # Of q, and of g, which is there until the next chunk's product: what S leaves room for.
     q_slots, slots = (1, 2) if workers > 3 else (2, 4)
     scratch = dict(
-        q_s=tiling.shared(q_slots, workers, C, HALF),
-        g_s=tiling.shared(slots, workers, C, HALF),
+        q_s=tiling.of_rows(q_slots, workers, C, HALF),
+        g_s=tiling.of_rows(slots, workers, C, HALF),
         s_s=tiling.shared(workers, HALF, spec.V),
         # Of e and den; then of the first what is left of each row, inverse and e.
         parts_s=plgpu.SMEM((workers, 2, C), F32),
@@ -119,8 +119,8 @@ def wide_query_gradient(
                     slot = slot_of(step, count)
                     mosaic.wait_until_free(frees, step, count)
                     for block in range(workers):
-                        source = tiling.part(ref, item, rows, item.head, block)
-                        plgpu.copy_gmem_to_smem(source, tiles.at[slot, block], barriers.at[slot])
+                        own_part = ref, item, rows, item.head, block, tiles.at[slot, block]
+                        row_copies.copy_block(tiling, *own_part, barriers.at[slot])
 
             lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -191,7 +191,7 @@ def wide_query_gradient(
                 own_dq[...] = (G * slope).astype(tiling.dtype)
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
-                plgpu.copy_smem_to_gmem(own_dq, tiling.part(dq_ref, item, rows, item.head, own))
+                row_copies.leave_block(tiling, own_dq, dq_ref, item, rows, item.head, own)
 
                 @pl.when(own == 0)
                 def _() -> None:

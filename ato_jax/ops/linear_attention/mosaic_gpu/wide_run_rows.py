@@ -90,8 +90,8 @@ def write_unit(runs: Runs, item: Item) -> None:
     plgpu.commit_smem()
     if reader is not None:
         runs.let_go(reader)
-    target = runs.tiling.part(runs.left.found, item, rows_of(own_chunk), runs.own_head(item))
-    plgpu.copy_smem_to_gmem(own.x.at[number], target)
+    target = runs.left.found, item, rows_of(own_chunk), runs.own_head(item)
+    runs.tiling.leave_tile(own.x, number, *target)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(own.x_free.at[number])
 
@@ -132,7 +132,7 @@ def largest_of_x(runs: Runs) -> jax.Array:
     """The largest magnitude in each own row, [64]: of phi(q) in OUT, and of x in DQ."""
     found: Any = None
     for block in range(runs.blocks):
-        x = load(runs.own.x.at[mosaic.group(), :, columns_of(block)])
+        x = load(runs.block_in(runs.x.at[mosaic.group()], block))
         if runs.of is Pass.OUT:
             largest = runs.phi.largest_of_rows(x, block * HALF)
         else:
@@ -171,7 +171,7 @@ def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
     """Maps x in place. With a normaliser returns what the run's states add to den."""
     dens: list[Any] = [plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)] * runs.sides
     for block in range(runs.blocks):
-        part = runs.own.x.at[mosaic.group(), :, columns_of(block)]
+        part = runs.block_in(runs.x.at[mosaic.group()], block)
         if runs.of is Pass.DV:
             half = block if runs.tiling.is_filled else 0
             power = None if own is None else own.keys
@@ -211,14 +211,15 @@ def reads_of_states(runs: Runs, item: Item, own: Powers | None) -> list[Any]:
 
 def read_both_states(runs: Runs, item: Item, own: Powers | None) -> Found:
     """The sum over both sides of x T times the row's factor, 64 columns of T at a time."""
-    x, found = runs.own.x.at[mosaic.group()], []
+    x, found = runs.x.at[mosaic.group()], []
     reads = reads_of_states(runs, item, own)
     for block in range(runs.blocks):
         parts = []
         for side in range(runs.sides):
             slot = runs.wait(runs.tile_of_state(item, block, side))
-            factor = runs.turned.at[slot] if runs.turns_states else runs.tiles.at[slot].T
-            (part,) = multiply((mosaic.zeros(C, HALF), [(x, factor)]))
+            turned = runs.turns_states
+            tile = runs.turned.at[slot] if turned else runs.tiles.at[slot]
+            (part,) = multiply((mosaic.zeros(C, HALF), runs.factors(x, tile, turned)))
             runs.let_go(slot)
             parts.append(times(part, reads[side]))
         found.append(functools.reduce(jnp.add, parts))
@@ -229,15 +230,15 @@ def read_state(runs: Runs, item: Item, own: Powers | None) -> Found:
     """x T, with T in 64 rows at a time."""
     if runs.both_ways:
         return read_both_states(runs, item, own)
-    x = runs.own.x.at[mosaic.group()]
+    x = runs.x.at[mosaic.group()]
     found = tuple(mosaic.zeros(C, columns.size) for columns in runs.parts)
     for block in range(runs.blocks):
         slot = runs.wait(runs.tile_of_state(item, block))
-        factors = [
-            runs.tiles.at[slot, :, columns] if runs.by_values else runs.turned.at[slot, columns].T
-            for columns in runs.parts
-        ]
-        part = x.at[:, columns_of(block)]
+        turned = not runs.by_values
+        tile = runs.turned.at[slot] if turned else runs.tiles.at[slot]
+        factors = [runs.part_in(tile, columns, turned) for columns in runs.parts]
+        factors = [factor.T if turned else factor for factor in factors]
+        part = runs.block_in(x, block)
         sums = ((start, [(part, own)]) for start, own in zip(found, factors, strict=True))
         found = multiply(*sums)
         runs.let_go(slot)
@@ -300,7 +301,7 @@ def add_chunk(
         source = runs.arrays.e.at[item.batch, item.head, rows_of(chunk)]
         return load(source, OF_COLUMNS, optimized=False), seen_sums
 
-    products = [(own.x.at[mosaic.group()], runs.tiles.at[y_slot].T)]
+    products = runs.factors(runs.x.at[mosaic.group()], runs.tiles.at[y_slot])
     w, (e, seen_sums) = mosaic.multiply_while(products, (C, C), meanwhile)
     runs.let_go(y_slot)
     if runs.of is Pass.DK:
@@ -322,7 +323,7 @@ def add_chunk(
         own.mapped.wait(p_slot)
     p = runs.tiles.at[p_slot]
     sums = (
-        (start, [(factor, p.at[:, columns]) for factor in factors])
+        (start, [(factor, runs.part_in(p, columns)) for factor in factors])
         for start, columns in zip(found, runs.parts, strict=True)
     )
     found = multiply(*sums)
@@ -372,7 +373,7 @@ def write_found(runs: Runs, found: Found, den: Any, own: Powers | None) -> None:
         factor = runs.spec.scale if factor is None else factor * runs.spec.scale
     for columns, part in zip(runs.parts, found, strict=True):
         found_here = times(part, factor).astype(runs.tiling.dtype)
-        runs.own.x.at[mosaic.group(), :, columns][...] = found_here
+        runs.part_in(runs.x.at[mosaic.group()], columns)[...] = found_here
 
 
 def write_query_gradient(
@@ -380,12 +381,13 @@ def write_query_gradient(
 ) -> None:
     """dq, in x's place, and inverse, e and flows. Where features are needed they are made once
     more, as registers have room for 64 columns of them."""
-    spec, maps, x = runs.spec, runs.phi, runs.own.x.at[mosaic.group()]
+    spec, maps, x = runs.spec, runs.phi, runs.x.at[mosaic.group()]
     q, k = runs.tiles.at[reader], runs.tiles.at[k_slot]
     own = mine.powers
     found = None if own is None else own.found
     # g has been read: in its last columns is what a row sees of each key.
-    seen = [x.at[:, columns_of(runs.blocks - 1 - part)] for part in range(1 + runs.in_two_parts)]
+    last = range(1 + runs.in_two_parts)
+    seen = [runs.block_in(x, runs.blocks - 1 - part) for part in last]
     if runs.normalizes:
         own_sums = sums_of_seen(runs, item, mine.chunk)
         ones, visible = mosaic.zeros(C, C) + 1.0, mine._replace(powers=None)
@@ -400,12 +402,12 @@ def write_query_gradient(
     def z_of(block: int) -> jax.Array:
         """64 columns, for each row, of the sum of phi(k) over all keys that it sees."""
         ahead = vectors_times(runs, item, block, reads)
-        own_k = k.at[:, columns_of(block)]
+        own_k = runs.block_in(k, block)
         (z,) = multiply((ahead, [(part, own_k) for part in reversed(seen)]))
         return z
 
     def features_of(block: int) -> tuple[jax.Array, jax.Array]:
-        own_q = load(q.at[:, columns_of(block)])
+        own_q = load(runs.block_in(q, block))
         if own is not None:  # the largest feature is one that the head has
             own_q = maps.present(own_q, block * HALF)
         return own_q, maps.unrounded(own_q, block * HALF)
@@ -444,7 +446,7 @@ def write_query_gradient(
         waiting.append((block, dq.astype(runs.tiling.dtype)))
         while len(waiting) >= len(seen) or waiting and block + 1 == runs.blocks:
             done, dq = waiting.pop(0)
-            x.at[:, columns_of(done)][...] = dq
+            runs.block_in(x, done)[...] = dq
     leave(runs, item, runs.left.features, largest)
     leave(runs, item, runs.left.flows, flows)
 
@@ -468,7 +470,7 @@ def write_key_gradient(
     if own is not None:
         reads = [own.pairs if factor is None else factor * own.pairs for factor in reads]
     for block in range(runs.blocks):
-        own_k = load(runs.tiles.at[reader, :, columns_of(block)])
+        own_k = load(runs.block_in(runs.tiles.at[reader], block))
         phi = runs.phi.unrounded(own_k, block * HALF)
         dk = block_in(found, block) + vectors_times(runs, item, block, reads)
         if runs.left.flows is not None:
@@ -481,8 +483,7 @@ def write_key_gradient(
             flows = flows + jnp.sum(seen.astype(F32) * dk, axis=1)
         dk = dk * runs.phi.slope_of(own_k, phi)
         dk = dk if own is None else dk * own.found
-        x = runs.own.x.at[mosaic.group(), :, columns_of(block)]
-        x[...] = dk.astype(runs.tiling.dtype)
+        runs.block_in(runs.x.at[mosaic.group()], block)[...] = dk.astype(runs.tiling.dtype)
     if own is not None:
         flows = flows * (own.found / own.keys)
     leave(runs, item, runs.left.flows, flows)

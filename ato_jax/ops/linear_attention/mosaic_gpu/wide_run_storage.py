@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 
 from ato_jax import device, mosaic
 from ato_jax.mosaic import F32, HALF, Array, Buffer, Item, Ring, Role, Signal
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.mosaic.tiles import tiled
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, row_copies
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -90,8 +91,9 @@ class Left(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
-    x: Array  # [UNIT, 64, D]: own rows; what is found in the end
-    tiles: Array  # [slots, 64, D], or where T is turned also [slots, D, 64] in the same bytes
+    x: Array  # [UNIT, 64, D], or [UNIT, blocks, 64, 64]: own rows; what is found in the end
+    tiles: Array  # [slots, 64, D], or where T is turned also [slots, D, 64] in the same bytes, or
+    # [slots, blocks, 64, 64]
     turned: Array  # the latter, where they are not the same bytes
     vector: Array  # [UNIT, D] float32: z or u
     ring: Ring  # of tiles
@@ -114,8 +116,8 @@ class Runs:
     joined: bool = False  # whether DV and DK share a launch, and so the storage of DK
 
     @property
-    def tiling(self) -> mosaic.Tiling:
-        return frame.tiling(self.spec)
+    def tiling(self) -> row_copies.ByBlocks:
+        return row_copies.by_blocks(self.spec)
 
     @property
     def phi(self) -> feature_maps.Features:
@@ -146,7 +148,7 @@ class Runs:
     @property
     def parts(self) -> list[Any]:
         """Columns of what is found that are multiplied at once."""
-        most = HALF if self.both_ways else MOST_COLUMNS
+        most = HALF if self.both_ways or self.tiling.untiled else MOST_COLUMNS
         firsts = range(0, self.spec.D, most)
         return [pl.ds(first, min(most, self.spec.D - first)) for first in firsts]
 
@@ -218,13 +220,13 @@ class Runs:
 
     def storage(self) -> Storage:
         tiling, D, slots = self.tiling, self.spec.D, self.slots
-        x = Buffer(tiling.shared(UNIT, C, D))
-        tiles, turned = tiling.shared(slots, C, D), None
-        if self.turns_states or self.joined:
+        x = Buffer(tiling.tiles(UNIT), tiling.blocks)
+        tiles, turned = tiling.tiles(slots), None
+        if (self.turns_states or self.joined) and not tiling.untiled:
             turned = tiling.shared(slots, D, HALF)
             if not device.interpreting():
                 tiles, turned = plgpu.RefUnion(tiles, turned), None
-        of_tiles = Buffer(tiles)
+        of_tiles = Buffer(tiles, tiling.blocks)
         vector = Buffer(plgpu.SMEM((UNIT, D), F32)) if self.has_vector else None
         filled = (x,) if vector is None else (x, vector)
         return Storage(
@@ -346,15 +348,35 @@ class Runs:
         self.own.ring.consumed.arrive(slot)
 
     @property
+    def x(self) -> Any:
+        return tiled(self.own.x)
+
+    @property
     def tiles(self) -> Any:
-        tiles = self.own.tiles
-        return tiles.tiled if isinstance(tiles, mosaic.Views) else tiles
+        return tiled(self.own.tiles)
 
     @property
     def turned(self) -> Any:
-        """[slots, D, 64]."""
+        """[slots, D, 64], or as `tiles` where these are in blocks: each is 64 rows here."""
         tiles = self.own.tiles
+        if self.tiling.untiled:
+            return self.tiles
         return tiles.untiled if isinstance(tiles, mosaic.Views) else self.own.turned
+
+    def block_in(self, tile: Any, block: int) -> Any:
+        """64 columns of a tile, [64, 64]."""
+        return self.tiling.block_in(tile, block)
+
+    def part_in(self, tile: Any, part: Any, turned: bool = False) -> Any:
+        """One of `parts` of a tile's columns; of a turned tile as many rows."""
+        if self.tiling.untiled:
+            return tile.at[part.start // HALF]
+        return tile.at[part] if turned else tile.at[:, part]
+
+    def factors(self, x: Any, y: Any, turned: bool = False) -> list[tuple[Any, Any]]:
+        """x y^T of two tiles, or x y where y is `turned`, as products to be added up."""
+        pairs = zip(self.tiling.all_in(x), self.tiling.all_in(y), strict=True)
+        return [(left, right if turned else right.T) for left, right in pairs]
 
 
 def columns_of(block: int) -> Any:

@@ -158,19 +158,25 @@ def load_unit(runs: Runs, item: Item) -> None:
     own, arrays, tiling = runs.own, runs.arrays, runs.tiling
     kv_head = runs.kv_head(item)
 
-    def load_tile(tile: Any, source: Any, tiles: Any) -> None:
+    def load_rows(tile: Any, ref: Any, chunk: Any, head: Any) -> None:
         own.ring.acquire(tile)
-        slot = own.ring.slot(tile)
-        plgpu.copy_gmem_to_smem(source, tiles.at[slot], own.ring.produced.at[slot])
+        slot, loaded = own.ring.slot(tile), own.ring.produced
+        tiles = own.tiles if tiling.untiled else runs.tiles
+        tiling.copy_tile(ref, item, rows_of(chunk), head, tiles, slot, loaded)
 
     of_run = item.batch, kv_head, lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
 
     def load_state(number: int) -> None:
         block, side = divmod(number, runs.sides)
-        part = columns_of(block), slice(None)
-        source = runs.states[side].at[(*of_run, *(part[::-1] if runs.turns_states else part))]
+        tile = runs.tile_of_state(item, block, side)
+        own.ring.acquire(tile)
+        slot = own.ring.slot(tile)
         tiles = runs.turned if runs.turns_states else runs.tiles
-        load_tile(runs.tile_of_state(item, block, side), source, tiles)
+        others = map(columns_of, range(runs.blocks)) if tiling.untiled else [slice(None)]
+        for other, own_tile in zip(others, tiling.all_in(tiles.at[slot]), strict=True):
+            part = columns_of(block), other
+            source = runs.states[side].at[(*of_run, *(part[::-1] if runs.turns_states else part))]
+            plgpu.copy_gmem_to_smem(source, own_tile, own.ring.produced.at[slot])
 
     # The ring takes these tiles while the own rows wait for their place in shared memory. More of
     # them would deadlock: no warpgroup frees a tile before it has its own rows.
@@ -180,8 +186,8 @@ def load_unit(runs: Runs, item: Item) -> None:
     for number in range(UNIT):
         pl.when(item.number > 0)(functools.partial(own.x_free.wait, number))
         chunk, loaded = runs.own_chunk(item, number), own.x_loaded.at[number]
-        source = tiling.part(arrays.x, item, rows_of(chunk), runs.own_head(item))
-        plgpu.copy_gmem_to_smem(source, own.x.at[number], loaded)
+        head = runs.own_head(item)
+        tiling.copy_tile(arrays.x, item, rows_of(chunk), head, own.x, number, own.x_loaded)
         if runs.has_vector:
             chunk = runs.chunk_of_vectors(item, number)
             source = arrays.vectors.at[item.batch, kv_head, chunk]
@@ -190,16 +196,14 @@ def load_unit(runs: Runs, item: Item) -> None:
         load_state(number)
 
     def load_chunk(turn: Any, _: None) -> None:
-        rows = rows_of(runs.chunk(item, turn))
+        chunk, head = runs.chunk(item, turn), runs.seen_head(item)
         for number, ref in enumerate((arrays.y, arrays.p)):
-            source = tiling.part(ref, item, rows, runs.seen_head(item))
-            load_tile(runs.tile_of_chunk(item, turn, number), source, runs.tiles)
+            load_rows(runs.tile_of_chunk(item, turn, number), ref, chunk, head)
 
     lax.fori_loop(0, runs.turns(item), load_chunk, None)
     for number in range(runs.readers):
-        rows = rows_of(runs.own_chunk(item, number))
-        source = tiling.part(arrays.reader, item, rows, runs.own_head(item))
-        load_tile(runs.tile_of_reader(item, number), source, runs.tiles)
+        tile, chunk = runs.tile_of_reader(item, number), runs.own_chunk(item, number)
+        load_rows(tile, arrays.reader, chunk, runs.own_head(item))
 
 
 def features(passes: Sequence[Runs]) -> None:
@@ -233,7 +237,7 @@ def map_tile(runs: Runs, item: Item, tile: Any, inverse: jax.Array | None) -> No
     """Keys, or with their `inverse` queries."""
     power = runs.power(item, wide_powers.KEYS)
     for block in range(runs.blocks):
-        part = tile.at[:, columns_of(block)]
+        part = runs.block_in(tile, block)
         if inverse is None:
             half = block if runs.tiling.is_filled else 0
             feature_maps.map_keys_in_place(runs.spec, part, half, power=power)

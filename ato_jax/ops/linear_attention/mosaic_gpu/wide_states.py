@@ -50,7 +50,7 @@ from ato_jax.mosaic import (
     multiply,
 )
 from ato_jax.mosaic.roles import playing
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, wide_powers
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, wide_powers
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -231,8 +231,8 @@ def wide_states(
 
 def storage_of(spec: LinearAttentionSpec, of_queries: bool, vectors: int) -> Storage:
     tiling, stages = frame.tiling(spec), STAGES_OF_QUERIES if of_queries else STAGES
-    x = Buffer(tiling.shared(stages, C, HALF))
-    y = Buffer(tiling.shared(stages, COLUMNS, C, HALF), copies=COLUMNS)
+    x = Buffer(tiling.of_rows(stages, C, HALF))
+    y = Buffer(tiling.of_rows(stages, COLUMNS, C, HALF), copies=COLUMNS)
     state = Buffer(tiling.shared(COLUMNS, HALF, HALF), copies=COLUMNS)
     rows = Buffer(plgpu.SMEM((stages, vectors, C), F32), copies=vectors) if vectors else None
     return Storage(
@@ -265,11 +265,10 @@ def load_piece(walk: Walk, item: Item) -> None:
         slot = own.chunks.slot(step)
         loaded = own.chunks.produced.at[slot]
         own.chunks.acquire(step)
-        source = tiling.part(walk.x, item, rows, head, block)
-        plgpu.copy_gmem_to_smem(source, own.x.at[slot], loaded)
+        row_copies.copy_block(tiling, walk.x, item, rows, head, block, own.x.at[slot], loaded)
         for column in range(COLUMNS):
-            source = tiling.part(walk.y, item, rows, head, first + column)
-            plgpu.copy_gmem_to_smem(source, own.y.at[slot, column], loaded)
+            of_values = walk.y, item, rows, head, first + column
+            row_copies.copy_block(tiling, *of_values, own.y.at[slot, column], loaded)
         for number, ref in enumerate(walk.rows):
             source = ref.at[item.batch, head, rows]
             plgpu.copy_gmem_to_smem(source, own.rows.at[slot, number], loaded)
