@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,6 +52,7 @@ def draw(
     weak: bool = False,
     strong: bool = False,
     by_turns: bool = False,
+    lengths: str | None = None,
 ) -> tuple[list[jax.Array], dict[str, Any]]:
     """[q, k, v] with keys of length 1, beta between 0 and 2, decays from 0 down to -50 side by
     side, and an initial state. `alike`: all keys the same, whose triangle is the furthest from the
@@ -60,7 +62,9 @@ def draw(
     beside equal keys dq is then a small sum of large terms, and so is ddecay. `strong`: decays from
     0 down to -50, after which few steps still see each other; what a pair of others leaves in the
     decays' gradients is then beside small ones. `by_turns`: keys are the same in the chunks of an
-    odd number alone."""
+    odd number alone. `lengths`: keys are multiplied by powers of 2, which bfloat16 does not round,
+    and betas are 1 over the squares of these. "random": of 1/8 to 8. "rising": of 1 to 128 along
+    each chunk."""
     generator = np.random.default_rng(0)
     q, k = generator.normal(size=(2, 1, T, G, D))
     if alike:
@@ -74,6 +78,10 @@ def draw(
     v = generator.normal(size=(1, T, H, V))
     beta = generator.uniform(0, 2, size=(1, T, H))
     of_steps = (1, T, H, D) if channel else (1, T, H)
+    if lengths is not None:
+        exponents = np.random.default_rng(1).integers(-3, 4, size=(1, T, 1))
+        exponents = np.arange(T)[:, None] % 64 // 8 if lengths == "rising" else exponents
+        k, beta = k * np.exp2(exponents)[..., None], np.exp2(-2.0 * exponents) + 0 * beta
     decay = generator.choice([0, -1e-3, -1, -50], p=[0.5, 0.3, 0.1, 0.1], size=of_steps)
     state = generator.normal(size=(1, H, D, V))
     if weak:
@@ -183,6 +191,33 @@ SMALL = -np.random.default_rng(1).uniform(0, 0.1, (1, 128, 4))
             dict(solve_blocks=1),
             dict(beta=np.ones((1, 1, 150)), decay=np.zeros((1, 1, 150)), initial_state=None),
         ),
+        # Likewise of keys that have one direction and different lengths: with two blocks of their
+        # columns; divided by their lengths; with lengths that rise along a chunk, behind decays.
+        (
+            dict(T=64, D=64, V=64, alike=True, signs=True, lengths="random"),
+            {},
+            dict(decay=np.zeros((1, 64, 1)), initial_state=None),
+        ),
+        (
+            dict(T=150, D=128, V=128, alike=True, layout="bhtd", lengths="random"),
+            dict(solve_blocks=1),
+            dict(decay=np.full((1, 1, 150), -0.1), initial_state=None),
+        ),
+        (
+            dict(T=75, D=64, V=64, alike=True, signs=True, lengths="random"),
+            {},
+            dict(
+                beta=np.full((1, 75, 1), 0.999),
+                decay=np.full((1, 75, 1), -0.1),
+                initial_state=None,
+                normalize_qk=True,
+            ),
+        ),
+        (
+            dict(T=130, D=64, V=64, alike=True, lengths="rising"),
+            {},
+            dict(decay=np.full((1, 130, 1), -4.0), initial_state=None),
+        ),
         # Whole chunks, whose numbers are read and stored in place, of a number of heads that TMA
         # would not take.
         (dict(T=128, D=64, V=64, H=3), {}, {}),
@@ -207,28 +242,51 @@ def test_numbers(sizes: Any, config: Any, options: Any) -> None:
 
 
 @newest
+@pytest.mark.parametrize(
+    "change",
+    [
+        # The next number of bfloat16: the smallest change that there is.
+        lambda k: k.at[0, ::2, 0, 0].multiply(1 + 2**-7),
+        # A key of 0, by whose length nothing may be divided.
+        lambda k: k.at[0, 5].set(0),
+    ],
+)
+def test_a_chunk_that_is_not_one_key(change: Callable[[jax.Array], jax.Array]) -> None:
+    """Some of its keys have another direction, or none."""
+    (q, k, v), options = draw(T=64, D=64, V=64, alike=True, lengths="random")
+    options |= dict(decay=jnp.full((1, 64, 1), -0.4), initial_state=None)
+    compare([q, change(k), v], {}, **options)
+
+
+@newest
 @pytest.mark.parametrize(("T", "states"), [(200, False), (130, True)])
 def test_keys_may_change_their_signs(T: int, states: bool) -> None:
-    """A step whose key has another sign is the step of v's other sign: bit for bit where all keys
-    are one but for their signs, since no rounding knows a sign."""
+    """And their lengths. A step with key c k, value c v and beta / c^2 is the step with k, v and
+    beta: bit for bit where all keys have one direction and c is a power of 2 or minus that, since
+    no rounding knows c."""
     (q, k, v), options = draw(T=T, D=64, V=64, alike=True)
-    options |= dict(beta=jnp.ones((1, T, 1)), decay=jnp.full((1, T, 1), -0.02))
+    options |= dict(decay=jnp.full((1, T, 1), -0.02))
     if not states:
         del options["initial_state"]
-    signs = jnp.asarray(np.random.default_rng(1).choice([-1, 1], (1, T, 1, 1)), jnp.bfloat16)
-    wanted = numerics.oracle("gated_delta_rule", q, k, v, return_state=states, **options)
+    beta = jnp.ones((1, T, 1))
+    generator = np.random.default_rng(1)
+    c = generator.choice([-1, 1], (1, T, 1, 1)) * np.exp2(generator.integers(-3, 4, (1, T, 1, 1)))
+    scaled = k * c.astype(k.dtype), v * c.astype(v.dtype), beta / jnp.square(c)[..., 0]
+    of_call = dict(return_state=states)
+    wanted = numerics.oracle("gated_delta_rule", q, k, v, **of_call, **options | dict(beta=beta))
     options |= dict(cotangents=wanted.cotangents, return_state=states)
 
     @jax.jit
-    def run(k: jax.Array, v: jax.Array) -> dict[str, Any]:
-        return numerics.run("gated_delta_rule", "mosaic_gpu", q, k, v, **options)
+    def run(k: jax.Array, v: jax.Array, beta: jax.Array) -> dict[str, Any]:
+        return numerics.run("gated_delta_rule", "mosaic_gpu", q, k, v, **options | dict(beta=beta))
 
     with ato_jax.interpret():
-        of_values, of_keys = run(k, signs * v), run(signs * k, v)
-    of_keys |= {name: signs * of_keys[name] for name in ("dk", "dv")}
-    assert of_keys.keys() == of_values.keys()
-    for name, found in of_keys.items():
-        assert np.array_equal(found, of_values[name]), name
+        of_equal, of_scaled = run(k, v, beta), run(*scaled)
+    of_scaled |= {name: c * of_scaled[name] for name in ("dk", "dv")}
+    of_scaled["dbeta"] = of_scaled["dbeta"] / np.square(c)[..., 0]
+    assert of_scaled.keys() == of_equal.keys()
+    for name, found in of_scaled.items():
+        assert np.array_equal(found, of_equal[name]), name
 
 
 @newest
@@ -308,6 +366,7 @@ def test_what_rounding_takes_from_states_is_added(
         # A last chunk of one step takes it of the one before.
         (dict(T=193, D=64, V=64, alike=True), -16.0, [1, 1, 1, 1]),
         (dict(T=144, D=64, V=64, alike=True), -0.4, [1, 1, 1]),
+        (dict(T=144, D=64, V=64, alike=True, lengths="rising"), -4.0, [1, 1, 1]),
         (dict(T=17, D=64, V=64, near=True), -16.0, [1]),
         (dict(T=129, D=64, V=64, by_turns=True), 0.0, [0, 1, 1]),
         (dict(T=200, D=64, V=64, by_turns=True), 0.0, [0, 1, 0, 0]),

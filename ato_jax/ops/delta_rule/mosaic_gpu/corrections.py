@@ -15,7 +15,7 @@ Chunks whose keys `solve.py` finds to be alike get all of them. The first chunk 
 where the caller gives a first state, and the last chunk those by d where the last state has a
 cotangent: these states may be large.
 
-A chunk of like keys that are equal but for their signs gets all of its ddecay here (`one_key.py`).
+A chunk of like keys of one direction gets all of its ddecay here (`one_key.py`).
 
 For e and d a walk carries S, and another dS', in float32. u and dr are known, in two parts, so a
 step is two products for each block of the state, and no state in float32 is stored. An item is one
@@ -79,7 +79,7 @@ class Storage(mosaic.Storage):
     dstates: Array  # as states: dS~^T
     numbers: Array  # [STAGES, NUMBERS, 64] float32
     sums: Array  # [2, 64] float32: dL, and what dL_C has besides
-    key: Array  # [D / 64 + 2, 64] float32: a chunk's one key, its signs, and its products with S
+    key: Array  # [D / 64 + 2, 64] float32: a chunk's one key, c_t, and the key's products with S
     chunks: Ring
 
 

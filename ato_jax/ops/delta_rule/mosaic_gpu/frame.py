@@ -202,8 +202,7 @@ def pairs(spec: DeltaRuleSpec, rows: list[Any], k: list[Any], numbers: Any) -> j
 
 
 def decays_of_pairs(numbers: Any) -> jax.Array:
-    """exp2(L_t - L_s) on and below the diagonal, [64, 64], and 1 above it, where it would be
-    infinite."""
+    """exp2(-|L_t - L_s|), [64, 64]: on and below the diagonal exp2(L_t - L_s)."""
     of_rows = mosaic.in_columns(load(numbers.at[LOG_DECAY], OF_ROWS), C)
     of_columns = mosaic.in_rows(load(numbers.at[LOG_DECAY], OF_COLUMNS), C)
-    return jnp.exp2(jnp.minimum(of_rows - of_columns, 0.0))
+    return jnp.exp2(-jnp.abs(of_rows - of_columns))

@@ -18,11 +18,14 @@ Powers of A would take fewer products, but their terms cancel where keys are ali
 
 For a backward pass with decays it also finds the chunks that `corrections.py` is for. Their keys
 are alike, that is span few directions. A chunk's keys are alike where the sum of A[t, s]^2 over
-s < t is more than the sum of (beta_t |k_t|^2)^2, with no decay in A taken to be less than
-`least_decay`. For random keys of 64 columns it is half of that, for n orthogonal keys in turn some
-32 / n times as much. Behind strong decays keys are alike only if all are nearly equal: states are
-then smaller, and so are the errors that they lead to, but for equal keys ddecay is smaller, too. A
-last chunk of few steps has few pairs, and takes ALIKE of the chunk before it.
+all t and s that differ is more than twice the sum of (beta_t |k_t|^2)^2. For this test A has the
+decay between both steps also where s > t, and no decay is taken to be less than `least_decay`. For
+random keys of 64 columns the former is half of the latter, for n orthogonal keys in turn some 32 /
+n times as much. The lengths of keys do not hide one direction: with betas of 1 / |k_t|^2, A[t, s]
+times A[s, t] is as much as for equal keys, so both squares add up to as much or more. Behind strong
+decays keys are alike only if all are nearly equal: states are then smaller, and so are the errors
+that they lead to, but for equal keys ddecay is smaller, too. A last chunk of few steps has few
+pairs, and takes ALIKE of the chunk before it.
 
     MEMORY (n)       loads a chunk of k for each WORKER; makes the numbers of its steps
       |  chunks: loaded, and made; consumed once X is known
@@ -226,8 +229,8 @@ def solve_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
 def least_decay(spec: DeltaRuleSpec, chunk: Any) -> Any:
     """A lower bound for the factors by which decays shrink the pairs of a chunk, where the chunk is
     searched for like keys. A chunk of n steps has n (n - 1) / 2 pairs. If each of them is shrunk to
-    this bound b, the sum over pairs is b^2 n (n - 1) / 2 times their mean squared cosine, and the
-    sum over steps is n. The former is larger where that mean is above `LEAST_COSINE`."""
+    this bound b, half of the sum over t and s is b^2 n (n - 1) / 2 times their mean squared cosine,
+    and the sum over steps is n. The former is larger where that mean is above `LEAST_COSINE`."""
     whole, last = (
         math.sqrt(2 / LEAST_COSINE / max(count - 1, 1)) for count in (C, (spec.T - 1) % C + 1)
     )
@@ -254,16 +257,18 @@ def leave_alike(kernel: Kernel, item: Item, worker: Any) -> None:
 def more_than_itself(
     decayed: jax.Array, pairs: jax.Array, numbers: Any, normalized: bool
 ) -> jax.Array:
-    """[64]: for each row t the sum of A[t, s]^2 over s < t, less (beta_t |k_t|^2)^2. `decayed`: A
-    with decays that are not too small. `pairs`: without decays. Both have what lies on and above
-    the diagonal."""
+    """[64]: for each row t the sum of A[t, s]^2 over all other s, less twice (beta_t |k_t|^2)^2.
+    `decayed`: A with decays that are not too small. `pairs`: without decays. Both have what lies on
+    and above the diagonal."""
     row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
+    # Ahead of the diagonal's sum: behind it, more registers are spilled.
+    others = jnp.where(row == column, 0.0, decayed)
+    total = jnp.sum(others * others, axis=1)
     if normalized:
         itself = load(numbers.at[frame.BETA], OF_ROWS)
     else:
         itself = jnp.sum(jnp.where(row == column, pairs, 0.0), axis=1)
-    lower = jnp.where(row > column, decayed, 0.0)
-    return jnp.sum(lower * lower, axis=1) - itself * itself
+    return total - 2 * itself * itself
 
 
 def are_alike(excess: Any) -> jax.Array:
