@@ -10,11 +10,11 @@ says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal, or with segments, also D = V = 64, two heads side by side; causal, or without a
-decay, also D = V = 192 and 256 (`wide_*.py`); other multiples of 16 from 80 on, and of 8 from 16 to
-56 where causal or with segments, fill one of these tiles in part, and so does the smaller of D and
-V where segments are causal; with gates of channels those are multiples of 16, too (`narrow.py`),
-and heads above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal
-heads with D up to 128 (`value_blocks.py`). Kernels also take float16, but for a decay both ways,
+decay, also D = V = 192 and 256 (`wide_*.py`); other multiples of 8 from 80 on, and from 16 to 56
+where causal or with segments, fill one of these tiles in part, and so does the smaller of D and V
+where segments are causal; with gates of channels those are multiples of 16 (`narrow.py`), and heads
+above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal heads
+with D up to 128 (`value_blocks.py`). Kernels also take float16, but for a decay both ways,
 documents of up to 128 columns and gates of channels: sums and weights have units
 (`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers.py`), or are shares and
 means (`whole_units.py`). Kernels of their own take float32 of up to 128 columns (`float32*.py`).

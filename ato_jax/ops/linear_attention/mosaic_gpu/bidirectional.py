@@ -106,11 +106,12 @@ def backward(
         s = add_up(spec, whole, unit_of=state.k_sum, returned=False)
     arrays = inputs.q, cotangents.out, s.read, s.k_sum
     if frame.is_wide(spec):
-        dq, *of_rows = wide_query_gradient(spec, of_queries, *arrays, s.least[:, :, 0], units)
+        of_dq = *arrays, s.least[:, :, 0], units, inputs.q_lengths
+        dq, *of_rows = wide_query_gradient(spec, of_queries, *of_dq)
         of_sums = deal(spec, config, spec.H * blocks_of_state(spec), spec.T)
         z = s.k_sum if _in_float16(spec) and spec.normalize else None
-        of_queries_sums = inputs.q, cotangents.out, of_rows
-        r, u = whole_sums(spec, of_sums, "whole_query_sums", *of_queries_sums, z=z)
+        of_queries_sums = inputs.q, cotangents.out, of_rows, inputs.q_lengths
+        r, u = whole_sums(spec, of_sums, "whole_query_sums", *of_queries_sums, z)
         if not spec.normalize:
             u = jnp.zeros_like(u)
     else:
@@ -125,11 +126,9 @@ def backward(
         dk, dv, sums = _key_gradient_in_float16(spec, of_keys, inputs, state, pieces, added)
     else:
         sums = add_up(spec, pieces, added, state.k_sum, returned=spec.initial_state)
-        of_walk = inputs.k, inputs.v, sums.read, sums.k_sum
-        if frame.is_wide(spec):
-            dk, dv = wide_key_gradient(spec, of_keys, *of_walk)
-        else:
-            dk, dv = whole_key_gradient(spec, of_keys, *of_walk, inputs.kv_lengths)
+        of_walk = inputs.k, inputs.v, sums.read, sums.k_sum, inputs.kv_lengths
+        key_gradient = wide_key_gradient if frame.is_wide(spec) else whole_key_gradient
+        dk, dv = key_gradient(spec, of_keys, *of_walk)
     d_state = None
     if spec.initial_state:
         assert sums.kv is not None
@@ -167,9 +166,6 @@ def _key_gradient_in_float16(
     sums = add_up(spec, pieces, added, unit_of, returned=True)
     assert sums.kv is not None
     r, units = whole_units.in_units(sums.kv)
-    arrays = inputs.k, inputs.v, r, sums.k_sum
-    if frame.is_wide(spec):
-        dk, dv = wide_key_gradient(spec, of_keys, *arrays, units, inverse)
-    else:
-        dk, dv = whole_key_gradient(spec, of_keys, *arrays, inputs.kv_lengths, units, inverse)
-    return dk, dv, sums
+    arrays = inputs.k, inputs.v, r, sums.k_sum, inputs.kv_lengths, units, inverse
+    key_gradient = wide_key_gradient if frame.is_wide(spec) else whole_key_gradient
+    return *key_gradient(spec, of_keys, *arrays), sums

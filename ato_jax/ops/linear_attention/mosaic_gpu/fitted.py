@@ -28,14 +28,13 @@ LEAST_ELEMENTS = 2**25
 def pays(fit: Fit, backward_follows: bool) -> bool:
     """Whether the kernels gain more over Triton's than the copies cost, in a large call.
 
-    On an H200, forward and forward + backward in ms, and Triton's: wide, B8 H2 T29940 D240 1.02,
-    2.57 (1.38, 8.44), causal B2 H12 T16383 D192 0.90, 3.01 (1.31, 4.10); float32, B2 H16 T16383
+    On an H200, forward and forward + backward in ms, and Triton's: wide, B15 H60 G15 T373 D164
+    0.43, 1.06 (0.72, 2.95), B9 H7 G1 T5396 D156 0.49, 0.82 (0.54, 2.30); float32, B2 H16 T16383
     D128 0.99, 2.41 (11.1, 16.4), causal with lengths 1.85, 7.32 (2.81, 13.6); with a decay, B30 H36
     G9 T3050 D40 1.01, 3.49 (1.24, 5.38), B8 H7 T16384 D64 0.62, 1.65 (0.38, 1.93), folded B15 H1
     T121606 D40 0.89, 2.64 (0.87, 11.5). But without a decay B8 H9 G3 T16384 D64 took 0.80, 2.08
-    (0.32, 1.17), B7 H4 G2 T33956 D88 0.77, 2.41 (0.74, 2.46), bidirectional B8 H8 T16384 D72 0.72,
-    1.61 (0.38, 1.27), and expanded ones B2 H12 G3 T16384 D192 2.50 (2.73), with gates of channels
-    B2 H16 G4 T16384 D128 2.77 (1.91).
+    (0.32, 1.17), bidirectional B8 H8 T16384 D72 0.72, 1.61 (0.38, 1.27), and expanded ones B2 H12
+    G3 T16384 D192 2.50 (2.73), with gates of channels B2 H16 G4 T16384 D128 2.77 (1.91).
     """
     called = fit.steps[0].before
     if called.B * called.H * called.T * called.D < LEAST_ELEMENTS:

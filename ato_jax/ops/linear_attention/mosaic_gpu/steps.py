@@ -22,9 +22,8 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Where kernels do not count rows."""
     if spec.decay == "channel":
         return "with a decay per channel"
-    if frame.by_runs(spec) or frame.is_wide(spec) and phase == "backward":
-        seen = " with causal=True or segments" if frame.by_runs(spec) else " for the gradients"
-        return f"with more than {frame.F} columns{seen}"
+    if frame.by_runs(spec):
+        return f"with more than {frame.F} columns with causal=True or segments"
     if spec.causal and spec.offset is None:
         return "of queries and keys that differ with causal=True"
     if frame.both_ways(spec) and spec.offset is None:

@@ -189,7 +189,7 @@ def whole_sums(
                 phi = phi if z_own is None else phi * mosaic.in_columns(z_own, C)
                 phi = phi * mosaic.in_rows(inverse, HALF)
                 # Beyond the end g and e are 0, but phi(0) inverse may be large or not finite.
-                masks = deal.length % C and not maps.slope_is_known
+                masks = lengths_ref is not None or deal.length % C and not maps.slope_is_known
                 phi = there(phi, chunk) if masks else phi
                 rounded, e = mosaic.rounded(phi, tiling.dtype), mosaic.in_rows(e, HALF)
                 e = there(e, chunk) if masks else e

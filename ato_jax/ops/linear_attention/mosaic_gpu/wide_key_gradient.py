@@ -39,10 +39,12 @@ def wide_key_gradient(
     v: jax.Array,
     r: jax.Array,
     u: jax.Array,
+    lengths: jax.Array | None = None,
     units: jax.Array | None = None,
     inverse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, of r [B, G, F, V] in the dtype of tiles and u [B, G, F] in float32. In float16
+    """dk and dv, of r [B, G, F, V] in the dtype of tiles and u [B, G, F] in float32; 0 in rows
+    behind the lengths [B] of keys. In float16
     `units` [B, G] float32 are those of r, and with a normaliser `inverse` [B, G, F] float32 is
     `LARGEST` / z."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
@@ -92,7 +94,8 @@ def wide_key_gradient(
         own = mosaic.group()
         *given, dk_ref, dv_ref = refs
         inverse_ref: Any = given.pop() if inverse is not None else None
-        (units_ref,) = given or (None,)
+        units_ref: Any = given.pop() if units is not None else None
+        (lengths_ref,) = given or (None,)
 
         def load_piece(item: Item) -> None:
             @pl.when(item.number > 0)
@@ -136,6 +139,7 @@ def wide_key_gradient(
             def write_chunk(chunk: Any, _: None) -> None:
                 tile = 2 * (item.before + chunk)
                 slot, v_slot = slot_of(tile, slots), slot_of(tile + 1, slots)
+                count = item.rows_within(chunk, lengths_ref)
 
                 def let_go(tile: Any) -> None:
                     """Of what was stored from its place before the product that is in flight."""
@@ -156,15 +160,15 @@ def wide_key_gradient(
                 x = maps.present(load(x_s.at[slot, own]), first)
                 own_units: Any = None
                 if of_rows:
-                    phi_k = maps.unrounded(x, first)
+                    phi_k = mosaic.kept(maps.unrounded(x, first), count)
                     largest_s.at[own][...] = jnp.max(jnp.abs(phi_k), axis=1)
                     all_have(largest_stored)
                     parts = [load(largest_s.at[n], OF_ROWS) for n in range(workers)]
                     phi_k, own_units = whole_units.in_units_of(phi_k, parts)
                 elif inverse_ref is None:
-                    phi_k = maps.keys(x, first=first)
+                    phi_k = mosaic.kept(maps.keys(x, first=first), count)
                 else:
-                    phi_k = maps.unrounded(x, first) * inverse_of_own()
+                    phi_k = mosaic.kept(maps.unrounded(x, first) * inverse_of_own(), count)
                     phi_k = mosaic.rounded(phi_k, tiling.dtype)
                 x_s.at[slot, own][...] = phi_k
                 plgpu.commit_smem()
@@ -191,7 +195,7 @@ def wide_key_gradient(
                 dk = dk if unit is None else dk * unit_of_shares
                 factor = None if inverse_ref is None else inverse_of_own
                 dk = dk * whole_units.slope_of_keys(maps, x, phi_k, own_units, factor)
-                write(v_slot, dk, dk_ref)
+                write(v_slot, mosaic.kept(dk, count), dk_ref)
 
             lax.fori_loop(0, item.chunks, write_chunk, None)
             plgpu.barrier_arrive(r_free)
@@ -211,7 +215,7 @@ def wide_key_gradient(
             plgpu.barrier_arrive(free.at[slot_of(2 * steps - 1, slots)])
 
     out_type = tuple(jax.ShapeDtypeStruct(x.shape, tiling.dtype) for x in (k, v))
-    arrays = [k, v, r, u, *(x for x in (units, inverse) if x is not None)]
+    arrays = [k, v, r, u, *(x for x in (lengths, units, inverse) if x is not None)]
     return frame.launch(
         body, "wide_key_gradient", deal, out_type, scratch, arrays, warpgroups=warpgroups
     )

@@ -49,10 +49,12 @@ def wide_query_gradient(
     z: jax.Array,
     least: jax.Array,
     units: jax.Array | None = None,
+    lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """dq; and where there is a normaliser inverse and e [B, H, T up to a whole chunk], float32. Of
     s [B, G, F, V] in the dtype of tiles, z [B, G, F] and least [B, G] in float32. In float16 with a
-    normaliser s are means; otherwise `units` [B, G] float32 are those of s."""
+    normaliser s are means; otherwise `units` [B, G] float32 are those of s. Rows behind the lengths
+    [B] of queries have no gradient, and an e of 0."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
     of_shares = mosaic.has_units(tiling.dtype) and spec.normalize
@@ -97,7 +99,10 @@ def wide_query_gradient(
         s_free: Any,
     ) -> None:
         own = mosaic.group()
-        units_ref, (dq_ref, *row_refs) = (None, refs) if units is None else (refs[0], refs[1:])
+        given = [refs[n] for n in range((units is not None) + (lengths is not None))]
+        dq_ref, *row_refs = refs[len(given) :]
+        lengths_ref: Any = given.pop() if lengths is not None else None
+        units_ref: Any = given.pop() if units is not None else None
 
         def load_piece(item: Item) -> None:
             of_head = item.batch, lax.div(item.head, group_size)
@@ -136,12 +141,12 @@ def wide_query_gradient(
             def write_chunk(chunk: Any, _carry: None) -> None:
                 step = item.before + chunk
                 slot, q_slot = slot_of(step, slots), slot_of(step, q_slots)
-                own_dq = g_s.at[slot, own]
+                own_dq, count = g_s.at[slot, own], item.rows_within(chunk, lengths_ref)
 
                 def meanwhile() -> tuple[jax.Array, jax.Array]:
                     plgpu.barrier_wait(q_loaded.at[q_slot])
                     x = load(q_s.at[q_slot, own])
-                    phi_q = maps.unrounded(x)
+                    phi_q = mosaic.kept(maps.unrounded(x), count)
                     plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
                     plgpu.barrier_arrive(q_free.at[q_slot])
                     # The chunk before has been stored by now.
@@ -159,7 +164,7 @@ def wide_query_gradient(
                     for block in range(workers)
                 ]
                 G, (x, phi_q) = mosaic.multiply_while(products, (C, HALF), meanwhile)
-                G = G if units_ref is None else G * units_ref[of_head]
+                G = mosaic.kept(G if units_ref is None else G * units_ref[of_head], count)
                 inverse: Any = None
                 if spec.normalize:
                     of_phi = phi_q * z() if of_shares else phi_q
@@ -188,7 +193,7 @@ def wide_query_gradient(
                 slope = maps.slope_of(x, phi_q)
                 if of_shares:
                     slope = slope * z() * mosaic.in_columns(inverse, HALF)
-                own_dq[...] = (G * slope).astype(tiling.dtype)
+                own_dq[...] = mosaic.kept(G * slope, count).astype(tiling.dtype)
                 plgpu.commit_smem()
                 rows = item.rows(chunk)
                 row_copies.leave_block(tiling, own_dq, dq_ref, item, rows, item.head, own)
@@ -219,7 +224,7 @@ def wide_query_gradient(
 
     rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
     out_type = (jax.ShapeDtypeStruct(q.shape, tiling.dtype), *([rows] * (2 * spec.normalize)))
-    arrays = q, g, s, z, least, *([] if units is None else [units])
+    arrays = q, g, s, z, least, *(x for x in (units, lengths) if x is not None)
     found = frame.launch(
         body, "wide_query_gradient", deal, out_type, scratch, arrays, warpgroups=warpgroups
     )
