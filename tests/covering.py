@@ -506,16 +506,8 @@ MOSAIC = Space(
             "does not support segments with a decay per channel",
         ),
         Rule(
-            ("lengths", "causal", "decay", "widths", "segments"),
-            lambda lengths, causal, decay, widths, segments: (
-                lengths == "odd"
-                and (
-                    decay == "channel"
-                    or widths[0] > 128
-                    or not causal
-                    and decay == segments == "none"
-                )
-            ),
+            ("lengths", "decay"),
+            lambda lengths, decay: lengths == "odd" and decay == "channel",
             "multiples of 8",
         ),
         Rule(

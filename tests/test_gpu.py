@@ -1231,6 +1231,8 @@ def test_wide_heads_in_float16_of_mosaic_gpu(
         (65529, 65529, 256, 256, {}),
         (9003, 1001, 184, 136, {"feature_map": "exp", "layout": "bhtd"}),
         (9001, 9001, 208, 208, {"dtype": "float16", "return_state": True}),
+        (9000, 5003, 256, 256, {"q_lengths": [9000, 70], "kv_lengths": [129, 5003]}),
+        (4096, 5000, 192, 192, {"q_lengths": [0, 4095], "dtype": "float16", "normalize": False}),
         (65529, 65529, 256, 256, {"causal": True}),
         (9001, 9001, 216, 136, {"causal": True, "dtype": "float16", "layout": "bhtd"}),
         (9000, 9000, 88, 88, {"causal": True, "feature_map": "relu"}),

@@ -87,7 +87,7 @@ STEPS = [
     ("B2 T69 H2 D160", "bthd", "causal state returned", "Padded"),
     ("B2 T72 H2 D160", "bthd", "causal lengths state returned relu2", "Counted Padded"),
     ("B2 T72 H2 D160", "bthd", "causal lengths state relu2", "Counted"),
-    ("B2 T70 H2 D192", "bthd", "lengths exp", "Counted"),
+    ("B2 T70 H2 D192", "bthd", "lengths exp", ""),
     ("B2 T70 S90 H4 G2 D156", "bhtd", "state returned", "Padded"),
     ("B2 T70 H3 D48", "bthd", "causal channel state returned", "Padded"),
     ("B2 T75 H4 D40", "bhtd", "causal channel lengths", "Counted Padded"),

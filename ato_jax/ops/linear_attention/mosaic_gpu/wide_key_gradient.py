@@ -98,10 +98,7 @@ def wide_key_gradient(
         (lengths_ref,) = given or (None,)
 
         def load_piece(item: Item) -> None:
-            @pl.when(item.number > 0)
-            def _() -> None:
-                plgpu.barrier_wait(r_free)
-
+            pl.when(item.number > 0)(lambda: plgpu.barrier_wait(r_free))
             of_heads = [(r_ref, r_s), (u_ref, u_s)]
             if inverse_ref is not None:
                 of_heads.append((inverse_ref, inverse_s))

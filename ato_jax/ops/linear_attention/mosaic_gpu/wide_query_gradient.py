@@ -99,18 +99,15 @@ def wide_query_gradient(
         s_free: Any,
     ) -> None:
         own = mosaic.group()
-        given = [refs[n] for n in range((units is not None) + (lengths is not None))]
-        dq_ref, *row_refs = refs[len(given) :]
-        lengths_ref: Any = given.pop() if lengths is not None else None
-        units_ref: Any = given.pop() if units is not None else None
+        rest = list(refs)
+        units_ref: Any = None if units is None else rest.pop(0)
+        lengths_ref: Any = None if lengths is None else rest.pop(0)
+        dq_ref, *row_refs = rest
 
         def load_piece(item: Item) -> None:
             of_head = item.batch, lax.div(item.head, group_size)
 
-            @pl.when(item.number > 0)
-            def _() -> None:
-                plgpu.barrier_wait(s_free)
-
+            pl.when(item.number > 0)(lambda: plgpu.barrier_wait(s_free))
             for block in range(workers):
                 source = s_ref.at[(*of_head, pl.ds(block * HALF, HALF))]
                 plgpu.copy_gmem_to_smem(source, s_s.at[block], s_loaded)
@@ -169,8 +166,7 @@ def wide_query_gradient(
                 if spec.normalize:
                     of_phi = phi_q * z() if of_shares else phi_q
                     sums = jnp.sum(of_phi * G, axis=1), jnp.sum(phi_q * z(), axis=1)
-                    for number, sum_of_own in enumerate(sums):
-                        parts_s.at[own, number][...] = sum_of_own
+                    parts_s.at[own, 0][...], parts_s.at[own, 1][...] = sums
                 plgpu.barrier_arrive(multiplied)
                 plgpu.barrier_wait(multiplied)
                 if spec.normalize:
