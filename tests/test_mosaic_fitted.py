@@ -84,6 +84,7 @@ STEPS = [
     ("B1 T70 H2 D84 V92", "bthd", "causal lengths softplus", "Padded"),
     ("B1 T70 H2 D88 V96", "bthd", "causal lengths softplus", ""),
     ("B1 T70 H2 D72", "bthd", "causal identity", "Padded"),
+    ("B1 T70 H2 D72", "bthd", "segments", "Padded"),
     ("B2 T69 H2 D160", "bthd", "causal state returned", "Padded"),
     ("B2 T72 H2 D160", "bthd", "causal lengths state returned relu2", "Counted Padded"),
     ("B2 T72 H2 D160", "bthd", "causal lengths state relu2", "Counted"),

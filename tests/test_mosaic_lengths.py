@@ -105,6 +105,7 @@ def test_segments(
         (128, 1, "bhtd", ("kv",), {"feature_map": "silu", "normalize": False}),
         (96, 1, "bthd", ("q",), {"feature_map": "exp"}),
         (192, 1, "bthd", ("q", "kv"), {}),
+        (256, 2, "bthd", ("kv",), {}),
         (144, 2, "bhtd", ("q", "kv"), {"feature_map": "silu", "normalize": False}),
         (176, 1, "bhtd", ("kv",), {"feature_map": "exp", "dtype": "float16"}),
         (192, 1, "bthd", ("q",), {"normalize": False, "dtype": "float16"}),

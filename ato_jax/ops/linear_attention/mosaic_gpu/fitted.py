@@ -127,5 +127,6 @@ def _columns(spec: LinearAttentionSpec) -> list[dict[str, int]]:
         D, V = (max(narrow.LEAST_OF_PAIRS, up(size, step)) for size in (D, V))
     elif columns > mosaic.HALF:
         D, V = (up(size, step) for size in (D, V))
-        V = max(V, narrow.LEAST) if D < narrow.LEAST else V
+        if max(D, V) < narrow.LEAST:
+            D = V = narrow.LEAST
     return [{"D": D, "F": D, "V": V}]
