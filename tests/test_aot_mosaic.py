@@ -143,6 +143,15 @@ CALLS = [
             "causal_wide_key_gradients": 56,
         },
     ),
+    (
+        Call(1, 16384, 8, 256, decay="head"),
+        26,
+        {
+            "causal_wide_output": 28,
+            "causal_wide_query_gradient": 296,
+            "causal_wide_key_gradients": 192,
+        },
+    ),
 ]
 # Gates of heads take the kernels of those of steps. A change to the kernels of the first call shows
 # on every run in their modules' text, which tests/test_mosaic_kit.py compares for fewer rows.

@@ -164,11 +164,6 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
     if phase == "backward" and spec.decay == "channel" and spec.T <= frame.C:
         return f"needs T above {frame.C} for the gradients of a decay per channel"
     of_one_head = spec.decay == "channel" or frame.is_wide(spec)
-    if phase == "backward" and frame.is_wide(spec) and spec.decay == "head":
-        # A sum over all steps, in which roundings of neighbours add up: interpreted, 320 rows of a
-        # decay of -1.29 were 2e-2 off.
-        seen = f"with more than {frame.F} columns"
-        return f"does not support the gradients of a decay per head {seen}"
     if phase == "backward" and spec.H != spec.G and of_one_head:
         return f"needs H = G for these gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:
@@ -204,7 +199,7 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     if backward_follows and spec.segments and unsupported(spec, "backward"):
         return False
     if backward_follows and (splits_states(spec) or frame.is_wide(spec) and spec.decay == "head"):
-        return False  # no card has run the former's gradients, and the latter's are Triton's
+        return False  # no card has timed these gradients
     if channel_blocks.is_cut(spec):
         # Behind this backend is XLA. On an H100, B1 H16 T16384 D256 took 1.15 ms and by XLA 25.9,
         # with gradients 4.22 and 98.2.
@@ -392,7 +387,7 @@ def _backward_as_given(
     if decay is None:
         return _backward(spec, config, residuals, cotangents)
     residuals = residuals._replace(inputs=given._replace(decay=_gates_of(spec, config, given)))
-    if spec.kv_lengths or spec.segments:
+    if (spec.kv_lengths or spec.segments) and not (frame.by_runs(spec) and spec.decay == "head"):
         # Infinite ones have no gradient.
         of_steps = steps.decay_of_steps(spec, given, at_borders=-jnp.inf)
         found = _backward(spec, config, residuals, cotangents, of_steps)

@@ -46,7 +46,7 @@ def unsupported_in_float16(spec: LinearAttentionSpec, phase: str) -> str | None:
         return "with a decay and without causal=True"
     if spec.decay == "channel":
         return "with a decay per channel"
-    if phase == "backward" and splits_states(spec):
+    if phase == "backward" and splits_states(spec) and not by_runs:
         # Their states in two parts have no units.
         return (
             "for the gradients of a decay per head with normalize=False and "

@@ -39,7 +39,11 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_states import wide_states
 from ato_jax.ops.linear_attention.scans.borders import OfSequence, of_sequence
 from ato_jax.ops.linear_attention.scans.edges import at_edges
 from ato_jax.ops.linear_attention.scans.gates import OfPieces, of_pieces
-from ato_jax.ops.linear_attention.scans.run_flows import AtRuns, decay_flows_of_runs
+from ato_jax.ops.linear_attention.scans.run_flows import (
+    AtRuns,
+    decay_flows_of_runs,
+    gradient_of_heads,
+)
 from ato_jax.ops.linear_attention.spec import (
     Inputs,
     LinearAttentionSpec,
@@ -170,15 +174,19 @@ def backward(
         of_initial = powers.times(of_initial, by.keys / of_sums.queries)
     d_decay = None
     if inputs.decay is not None:
-        assert of_queries.flows is not None and of_keys is not None
-        queries, keys = AtRuns(of_queries.flows, *kept.ahead), AtRuns(of_keys, *states)
+        assert of_queries.flows is not None
+        queries, keys = AtRuns(of_queries.flows, *kept.ahead), AtRuns(of_keys[0], *states)
         if by is not None and of_sums is not None:
             queries = queries._replace(unit=1 / by.keys, unit_of_kv=1 / by.state)
             units = {"unit": by.keys / of_sums.queries, "unit_of_kv": 1 / of_sums.sums}
             keys = keys._replace(**units)
-        of_start = None if of_initial is None else queries.of_start(of_initial)
-        of_flows = inputs.decay, queries, keys, of_start, decay, call.borders
-        d_decay = decay_flows_of_runs(spec, call.deal, *of_flows)
+        if spec.decay == "head":
+            assert call.factors is not None
+            d_decay = gradient_of_heads(spec, queries, keys, of_keys[1], call.factors.keeps)
+        else:
+            of_start = None if of_initial is None else queries.of_start(of_initial)
+            of_flows = inputs.decay, queries, keys, of_start, decay, call.borders
+            d_decay = decay_flows_of_runs(spec, call.deal, *of_flows)
     return Inputs(of_queries.found, dk, dv, decay=d_decay, initial_state=of_initial)
 
 

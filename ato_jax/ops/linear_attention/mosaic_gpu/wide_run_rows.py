@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,43 +14,36 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, powers, wide_powers
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    feature_maps,
+    powers,
+    wide_powers,
+    wide_run_flows,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_numbers import (
+    Found,
+    Own,
+    Powers,
+    block_in,
+    leave,
+    of_own,
+    powers_of,
+    reads_of_states,
+    times,
+    vector_of,
+    vectors_times,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     UNIT,
     Pass,
     Runs,
-    columns_of,
     each,
     rows_of,
 )
 
 # x times it, less that less x, is x rounded to the digits of float16.
 DIGITS = 2.0**13 + 1
-Found = tuple[jax.Array, ...]  # [64, D], in parts of as many columns as a product has
-
-
-class Powers(NamedTuple):
-    """The factors by which a warpgroup scales its numbers in float16 (`wide_powers.py`). Each is a
-    number, or one number for each of its rows, [64]."""
-
-    keys: Any  # c, which scales phi(k)
-    row: Any  # scales phi(q) of the own rows in OUT; 1 in all other passes
-    pairs: Any  # scales w[i, j]
-    state: Any  # scales x_i T as the sum of w[i, j] p_j is scaled
-    found: Any  # undoes the scale of that sum
-
-
-class Own(NamedTuple):
-    """A warpgroup's own rows: their chunk, the turn at which it comes, L of each row with a decay,
-    and with segments the limits of what each row sees, [64]; and the powers of two, in float16."""
-
-    chunk: Any
-    turn: Any
-    sums: jax.Array | None
-    limit: jax.Array | None
-    limit_beyond: jax.Array | None
-    powers: Powers | None
 
 
 def own_rows(passes: Sequence[Runs]) -> None:
@@ -65,10 +58,16 @@ def write_unit(runs: Runs, item: Item) -> None:
     own.x_loaded.wait(number)
     mine = Own(own_chunk, own_turn, sums, limit, beyond, powers_of(runs, item))
     den = map_rows(runs, item, mine.powers) if runs.by_values else ()
-    found = read_state(runs, item, mine.powers)
+    found, ahead = read_state(runs, item, mine.powers), None
+    if runs.adds_flows and runs.of is Pass.DV:
+        wide_run_flows.leave_flows_of_keys(runs, item, mine.powers, found)
+    elif runs.adds_flows:
+        ahead = wide_run_flows.read_ahead(runs, item, found)
     one = functools.partial(add_chunk, runs, item, mine)
     carried = found, den
-    if runs.in_two_parts:
+    if runs.all_in_two_parts:
+        carried = lax.fori_loop(0, turns, functools.partial(one, in_two_parts=True), carried)
+    elif runs.in_two_parts:
         carried = lax.fori_loop(0, own_turn, one, carried)
         carried = one(own_turn, carried, in_two_parts=True)
         if runs.both_ways:
@@ -81,12 +80,14 @@ def write_unit(runs: Runs, item: Item) -> None:
     reader = await_reader(runs, item)
     if runs.of is Pass.DQ:
         k_slot = own.ring.slot(runs.tile_of_chunk(item, own_turn, 1))
-        write_query_gradient(runs, item, found, reader, k_slot, mine)
+        write_query_gradient(runs, item, found, reader, k_slot, mine, ahead)
         runs.let_go(k_slot)
     elif runs.of is Pass.DK:
         write_key_gradient(runs, item, found, reader, mine.powers)
     else:
         write_found(runs, found, den, mine.powers)
+        if runs.adds_flows:
+            wide_run_flows.leave_within(runs, item, mine.powers, den)
     plgpu.commit_smem()
     if reader is not None:
         runs.let_go(reader)
@@ -94,77 +95,6 @@ def write_unit(runs: Runs, item: Item) -> None:
     runs.tiling.leave_tile(own.x, number, *target)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(own.x_free.at[number])
-
-
-def of_own(runs: Runs, item: Item, ref: Any) -> Any:
-    """What an array holds of the own rows, [64]; None where there is no array."""
-    if ref is None:
-        return None
-    rows = rows_of(runs.own_chunk(item, mosaic.group()))
-    at = (item.batch, rows) if len(ref.shape) == 2 else (item.batch, runs.kv_head(item), rows)
-    return load(ref.at[at], OF_ROWS, optimized=False)
-
-
-def powers_of(runs: Runs, item: Item) -> Powers | None:
-    """The factors of a unit whose x has been loaded; None in bfloat16. DQ also writes the largest
-    magnitude of each row of g."""
-    if runs.arrays.powers is None:
-        return None
-    keys, sums = (runs.power(item, number) for number in (wide_powers.KEYS, wide_powers.SUMS))
-    row: Any = 1.0
-    if runs.of in (Pass.OUT, Pass.DQ):
-        largest = largest_of_x(runs)
-        leave(runs, item, runs.left.cotangents, largest)
-        if runs.of is Pass.OUT:
-            row = powers.power_of(largest, powers.most_of(runs.spec))
-            largest = largest * row
-        of_pairs = largest * runs.power(item, wide_powers.PAIRS)
-        pairs = powers.power_of(of_pairs, wide_powers.MOST)
-        found = 1.0 / (row * (keys * pairs) if runs.of is Pass.OUT else pairs)
-    else:
-        of_values = runs.of is Pass.DV
-        pairs = runs.power(item, wide_powers.SHARES if of_values else wide_powers.PAIRS)
-        found = (1.0 if of_values else keys) / (pairs * runs.power(item, wide_powers.QUERIES))
-    return Powers(keys, row, pairs, pairs / sums, found)
-
-
-def largest_of_x(runs: Runs) -> jax.Array:
-    """The largest magnitude in each own row, [64]: of phi(q) in OUT, and of x in DQ."""
-    found: Any = None
-    for block in range(runs.blocks):
-        x = load(runs.block_in(runs.x.at[mosaic.group()], block))
-        if runs.of is Pass.OUT:
-            largest = runs.phi.largest_of_rows(x, block * HALF)
-        else:
-            largest = jnp.max(jnp.abs(x.astype(F32)), axis=1)
-        found = largest if found is None else jnp.maximum(found, largest)
-    return found
-
-
-def times(found: jax.Array, reads: Any) -> jax.Array:
-    """`found` [64, columns] times `reads`, which is a number, a number for each row, or None."""
-    if reads is None:
-        return found
-    return found * (mosaic.in_columns(reads, found.shape[1]) if jnp.ndim(reads) else reads)
-
-
-def vector_of(runs: Runs, item: Item, block: int, side: int) -> jax.Array:
-    """64 columns of z or u, in all rows."""
-    if runs.has_vector:
-        own = load(runs.own.vector.at[mosaic.group(), columns_of(block)], OF_COLUMNS)
-    else:
-        chunk = runs.chunk_of_vectors(item, mosaic.group(), side)
-        at = item.batch, runs.kv_head(item), chunk, columns_of(block)
-        own = load(runs.vectors[side].at[at], OF_COLUMNS, optimized=False)
-    return mosaic.in_rows(own, C)
-
-
-def vectors_times(runs: Runs, item: Item, block: int, reads: Sequence[Any]) -> jax.Array:
-    """The sum of both sides' vectors in 64 columns, [64, 64], each times its factor of the row."""
-    found = mosaic.zeros(C, HALF)
-    for side, own in enumerate(reads):
-        found = found + times(vector_of(runs, item, block, side), own)
-    return found
 
 
 def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
@@ -199,14 +129,6 @@ def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
             for den, own_factor in zip(dens, factors, strict=True)
         ]
     return functools.reduce(jnp.add, dens)
-
-
-def reads_of_states(runs: Runs, item: Item, own: Powers | None) -> list[Any]:
-    """For each side, the factor of a row's product with the state of that side; None is 1."""
-    found = [of_own(runs, item, ref) for ref in runs.reads]
-    if own is None:
-        return found
-    return [own.state if reads is None else reads * own.state for reads in found]
 
 
 def read_both_states(runs: Runs, item: Item, own: Powers | None) -> Found:
@@ -307,6 +229,11 @@ def add_chunk(
     if runs.of is Pass.DK:
         w = w - mosaic.in_rows(e, C)
     exact, raised = weights_of(runs, w, mine, chunk, seen_sums), None
+    p_slot: Any = None
+    if runs.of is Pass.DV and runs.adds_flows:
+        p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
+        p = runs.tiles.at[p_slot]
+        den = den + wide_run_flows.within_chunk(runs, item, mine, chunk, exact, p)
     if mine.powers is not None and runs.by_values:
         # A row's shares may be far below the bound for its head, and would lose digits.
         raised = powers.power_of(jnp.max(jnp.abs(exact), axis=1), wide_powers.MOST_OF_ROWS)
@@ -318,7 +245,8 @@ def add_chunk(
     if runs.of is Pass.OUT and runs.normalizes:
         added = jnp.sum(w.astype(F32), axis=1)
         den = den + (added if raised is None else added / raised)
-    p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
+    if p_slot is None:
+        p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
     if not runs.by_values:
         own.mapped.wait(p_slot)
     p = runs.tiles.at[p_slot]
@@ -356,11 +284,6 @@ def await_reader(runs: Runs, item: Item) -> Any:
     return runs.own.ring.slot(runs.tile_of_reader(item, mosaic.group()))
 
 
-def block_in(found: Sequence[jax.Array], block: int) -> jax.Array:
-    part, first = divmod(block * HALF, found[0].shape[1])
-    return found[part][:, first : first + HALF]
-
-
 def write_found(runs: Runs, found: Found, den: Any, own: Powers | None) -> None:
     """out or dv, in x's place."""
     factor: Any = None if own is None else own.found
@@ -377,7 +300,13 @@ def write_found(runs: Runs, found: Found, den: Any, own: Powers | None) -> None:
 
 
 def write_query_gradient(
-    runs: Runs, item: Item, G: Found, reader: Any, k_slot: Any, mine: Own
+    runs: Runs,
+    item: Item,
+    G: Found,
+    reader: Any,
+    k_slot: Any,
+    mine: Own,
+    ahead_of_run: wide_run_flows.Ahead | None,
 ) -> None:
     """dq, in x's place, and inverse, e and flows. Where features are needed they are made once
     more, as registers have room for 64 columns of them."""
@@ -429,7 +358,12 @@ def write_query_gradient(
         of_e = jnp.where(den > eps, of_e * of_rows, 0.0)
         leave(runs, item, runs.left.inverse, of_rows)
         leave(runs, item, runs.left.e, of_e)
-        inverse, e = mosaic.in_columns(of_rows, HALF), mosaic.in_columns(of_e, HALF)
+        inverse, e = of_rows, of_e
+    has_flows = runs.left.flows is not None and ahead_of_run is None
+    if ahead_of_run is not None:
+        wide_run_flows.leave_flows_of_queries(runs, item, ahead_of_run, inverse, e, found)
+    if runs.normalizes:
+        inverse, e = mosaic.in_columns(inverse, HALF), mosaic.in_columns(e, HALF)
     flows: Any = 0.0
     waiting: list[tuple[int, jax.Array]] = []  # for the block behind it, which reads `seen`
     for block in range(runs.blocks):
@@ -439,7 +373,7 @@ def write_query_gradient(
         own_q, phi = features_of(block)
         if own is not None:
             largest = jnp.maximum(largest, jnp.max(jnp.abs(phi), axis=1))
-        if runs.left.flows is not None:
+        if has_flows:
             # As keys see the features: rounded.
             flows = flows + jnp.sum(as_keys_see(runs, phi * inverse) * dq, axis=1)
         dq = dq * inverse * maps.slope_of(own_q, phi)
@@ -448,7 +382,8 @@ def write_query_gradient(
             done, dq = waiting.pop(0)
             runs.block_in(x, done)[...] = dq
     leave(runs, item, runs.left.features, largest)
-    leave(runs, item, runs.left.flows, flows)
+    if has_flows:
+        leave(runs, item, runs.left.flows, flows)
 
 
 def as_keys_see(runs: Runs, x: jax.Array) -> jax.Array:
@@ -487,10 +422,3 @@ def write_key_gradient(
     if own is not None:
         flows = flows * (own.found / own.keys)
     leave(runs, item, runs.left.flows, flows)
-
-
-def leave(runs: Runs, item: Item, ref: Any, of_rows: Any) -> None:
-    """Writes a number of each own row, where there is an array for them."""
-    if ref is not None:
-        rows = rows_of(runs.own_chunk(item, mosaic.group()))
-        ref.at[item.batch, item.head, rows][...] = of_rows

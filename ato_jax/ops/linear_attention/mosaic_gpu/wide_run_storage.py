@@ -53,7 +53,8 @@ class Beyond(NamedTuple):
 
 class Arrays(NamedTuple):
     """A pass's inputs, in the order of its operands: x, y and p of its table; S and z or R and u as
-    `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q.
+    `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q; and v for DV
+    where a decay is per head, which is the x of DK.
 
     Four are of `wide_factors.Factors`, where there are any: `sums`; `limit`, the first row that a
     row sees, or from the end the last one; what it reads of its run's state; and, for DQ, of its
@@ -68,6 +69,7 @@ class Arrays(NamedTuple):
     reader: Any = None
     inverse: Any = None
     e: Any = None
+    held: Any = None
     sums: Any = None
     limit: Any = None
     reads: Any = None
@@ -77,14 +79,16 @@ class Arrays(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The outputs of a pass. With a normaliser DQ writes `inverse` and `e`. With a decay DQ and DK
-    write `flows`, the numbers of rows from which a decay's gradient is made (`scans/flows.py`). In
-    float16 DQ writes the largest magnitude in each row of phi(q) and of g."""
+    """The outputs of a pass. With a normaliser DQ writes `inverse` and `e`. With a decay per step
+    DQ and DK write `flows`, the numbers of rows from which its gradient is made (`scans/flows.py`);
+    with one per head DQ and DV do, and DV writes `within` (`wide_run_flows.py`). In float16 DQ
+    writes the largest magnitude in each row of phi(q) and of g."""
 
     found: Any
     inverse: Any = None
     e: Any = None
     flows: Any = None
+    within: Any = None
     features: Any = None
     cotangents: Any = None
 
@@ -96,10 +100,12 @@ class Storage(mosaic.Storage):
     # [slots, blocks, 64, 64]
     turned: Array  # the latter, where they are not the same bytes
     vector: Array  # [UNIT, D] float32: z or u
+    held: Array  # as x: v of the own rows for DV, where a decay is per head
     ring: Ring  # of tiles
     mapped: Signal  # the tile in this slot of the ring is
     x_loaded: Signal  # x and the vector of a warpgroup
-    x_free: Signal
+    held_loaded: Signal | None  # None without `held`
+    x_free: Signal  # x, the vector and what is held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +153,10 @@ class Runs:
 
     @property
     def parts(self) -> list[Any]:
-        """Columns of what is found that are multiplied at once."""
-        most = HALF if self.both_ways or self.tiling.untiled else MOST_COLUMNS
+        """Columns of what is found that are multiplied at once. With flows DV has two products [64,
+        64] in registers beside it, and spills fewer of them where it has 64 columns."""
+        in_halves = self.both_ways or self.tiling.untiled or self.of is Pass.DV and self.adds_flows
+        most = HALF if in_halves else MOST_COLUMNS
         firsts = range(0, self.spec.D, most)
         return [pl.ds(first, min(most, self.spec.D - first)) for first in firsts]
 
@@ -168,12 +176,30 @@ class Runs:
     @property
     def in_two_parts(self) -> bool:
         """Whether weights of rows of the same chunk are multiplied in two parts, rounded and what
-        that leaves off. With a decay: its gradient is a running sum of what pairs of rows add and
-        take, in which those next to one another are far larger than their sum, and roundings add
-        up. And where e is made of a short document, whose keys' gradients nearly cancel."""
+        that leaves off. With a decay per step: its gradient is a running sum of what pairs of rows
+        add and take, in which those next to one another are far larger than their sum, and
+        roundings add up. And where e is made of a short document, whose keys' gradients nearly
+        cancel."""
         if self.both_ways:
             return self.of is Pass.DQ and self.spec.normalize
-        return self.spec.decay is not None and not self.by_values
+        return self.all_in_two_parts or self.spec.decay == "step" and not self.by_values
+
+    @property
+    def all_in_two_parts(self) -> bool:
+        """Whether those of rows of other chunks are, too: where e is made for the gradient of a
+        decay per head. All keys of a row have the same e, and features of one sign, so that its
+        error adds up over them."""
+        return self.spec.decay == "head" and self.of is Pass.DQ and self.spec.normalize
+
+    @property
+    def adds_flows(self) -> bool:
+        """Whether the pass adds up flows of a decay per head."""
+        return self.spec.decay == "head" and self.of in (Pass.DQ, Pass.DV)
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether shared memory holds v of the own rows of DV."""
+        return self.spec.decay == "head" and self.joined
 
     @property
     def has_vector(self) -> bool:
@@ -215,8 +241,8 @@ class Runs:
 
     @property
     def slots(self) -> int:
-        """What there is room for beside x."""
-        return SHARED // (2 * C * self.spec.D) - UNIT
+        """What there is room for beside x and what is held."""
+        return SHARED // (2 * C * self.spec.D) - UNIT * (1 + self.holds_values)
 
     def storage(self) -> Storage:
         tiling, D, slots = self.tiling, self.spec.D, self.slots
@@ -229,14 +255,17 @@ class Runs:
         of_tiles = Buffer(tiles, tiling.blocks)
         vector = Buffer(plgpu.SMEM((UNIT, D), F32)) if self.has_vector else None
         filled = (x,) if vector is None else (x, vector)
+        held = Buffer(tiling.tiles(UNIT), tiling.blocks) if self.holds_values else None
         return Storage(
             x=x,
             tiles=of_tiles,
             turned=None if turned is None else Buffer(turned),
             vector=vector,
+            held=held,
             ring=Ring.of(slots, (of_tiles,), (OWN, FEATURES)),
             mapped=Signal((FEATURES,), slots, "ring"),
             x_loaded=Signal(filled, UNIT),
+            held_loaded=None if held is None else Signal((held,), UNIT),
             # One arrival: a place is of one warpgroup.
             x_free=Signal((Buffer(None),), UNIT),
         )
@@ -271,11 +300,21 @@ class Runs:
 
     def tiles_of(self, item: Item) -> Any:
         """How many tiles a unit takes."""
-        return self.tiles_of_states + 2 * self.turns(item) + self.readers
+        return self.tiles_ahead + 2 * self.turns(item) + self.readers
 
     @property
     def tiles_of_states(self) -> int:
         return self.sides * self.blocks
+
+    @property
+    def first_readers(self) -> int:
+        """How many tiles of `reader` come ahead of the chunks, too."""
+        return UNIT if self.adds_flows and self.of is Pass.DQ else 0
+
+    @property
+    def tiles_ahead(self) -> int:
+        """How many tiles come ahead of those of chunks."""
+        return self.tiles_of_states + self.first_readers
 
     def chunk(self, item: Item, turn: Any) -> Any:
         """A chunk's number in the sequence: those of the unit's own rows come last."""
@@ -317,10 +356,13 @@ class Runs:
 
     def tile_of_chunk(self, item: Item, turn: Any, number: int) -> Any:
         """`number`: 0 of y, 1 of p."""
-        return item.before + self.tiles_of_states + 2 * turn + number
+        return item.before + self.tiles_ahead + 2 * turn + number
 
     def tile_of_reader(self, item: Item, own: Any) -> Any:
-        return item.before + self.tiles_of_states + 2 * self.turns(item) + own
+        return item.before + self.tiles_ahead + 2 * self.turns(item) + own
+
+    def tile_of_first_reader(self, item: Item, own: Any) -> Any:
+        return item.before + self.tiles_of_states + own
 
     def kv_head(self, item: Item) -> Any:
         return lax.div(item.head, self.spec.H // self.spec.G)
@@ -354,6 +396,10 @@ class Runs:
     @property
     def tiles(self) -> Any:
         return tiled(self.own.tiles)
+
+    @property
+    def held(self) -> Any:
+        return tiled(self.own.held)
 
     @property
     def turned(self) -> Any:

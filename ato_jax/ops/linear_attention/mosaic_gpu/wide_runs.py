@@ -107,9 +107,10 @@ def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Ar
 
 def wide_key_gradients(
     spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """dk, dv and, with a decay, the flows of dk, [B, H, T up to a whole unit], by passes that share
-    a launch, and so what they read of the second cache. `arrays` are those of DK."""
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """dk, dv and, with a decay, the flows of keys, [B, H, T up to a whole unit], and where it is
+    per head what DV leaves of pairs within runs; by passes that share a launch, and so what they
+    read of the second cache. `arrays` are those of DK."""
     units = in_units(spec, dataclasses.replace(deal, heads=2 * deal.heads))
     runs = Runs(spec, units, Pass.DK, arrays, joined=True)
     given, tree = jax.tree.flatten(arrays)
@@ -117,21 +118,26 @@ def wide_key_gradients(
         jax.ShapeDtypeStruct(arrays.reader.shape, runs.tiling.dtype),
         jax.ShapeDtypeStruct(frame.shape_of_values(spec, deal.heads), runs.tiling.dtype),
     ]
-    if spec.decay:
-        left.append(jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32))
+    of_rows = jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32)
+    left += [of_rows] * {None: 0, "step": 1, "head": 2}[spec.decay]
 
     def bind(refs: Sequence[Any], own: Storage) -> list[Runs]:
         of_keys: Arrays = jax.tree.unflatten(tree, refs[: len(given)])
         dk, dv, *flows = refs[len(given) :]
         of_values = of_keys._replace(x=of_keys.reader, y=of_keys.p, p=of_keys.y, reader=None)
-        of_dk = Left(dk, flows=flows[0] if flows else None)
+        of_dk, of_dv = Left(dk), Left(dv)
+        if spec.decay == "head":
+            of_values = of_values._replace(held=of_keys.x)
+            of_dv = Left(dv, flows=flows[0], within=flows[1])
+        elif flows:
+            of_dk = Left(dk, flows=flows[0])
         return [
             dataclasses.replace(runs, arrays=of_keys, left=of_dk, own=own),
-            dataclasses.replace(runs, of=Pass.DV, arrays=of_values, left=Left(dv), own=own),
+            dataclasses.replace(runs, of=Pass.DV, arrays=of_values, left=of_dv, own=own),
         ]
 
     dk, dv, *flows = launch(runs, "wide_key_gradients", bind, left, tuple(given))
-    return dk, dv, flows[0] if flows else None
+    return dk, dv, flows
 
 
 def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal) -> mosaic.Deal:
@@ -189,11 +195,17 @@ def load_unit(runs: Runs, item: Item) -> None:
         head = runs.own_head(item)
         tiling.copy_tile(arrays.x, item, rows_of(chunk), head, own.x, number, own.x_loaded)
         if runs.has_vector:
-            chunk = runs.chunk_of_vectors(item, number)
-            source = arrays.vectors.at[item.batch, kv_head, chunk]
+            of_chunk = runs.chunk_of_vectors(item, number)
+            source = arrays.vectors.at[item.batch, kv_head, of_chunk]
             plgpu.copy_gmem_to_smem(source, own.vector.at[number], loaded)
+        if arrays.held is not None:
+            held = own.held, number, own.held_loaded
+            tiling.copy_tile(arrays.held, item, rows_of(chunk), head, *held)
     for number in range(first, runs.tiles_of_states):
         load_state(number)
+    for number in range(runs.first_readers):
+        tile, chunk = runs.tile_of_first_reader(item, number), runs.own_chunk(item, number)
+        load_rows(tile, arrays.reader, chunk, runs.own_head(item))
 
     def load_chunk(turn: Any, _: None) -> None:
         chunk, head = runs.chunk(item, turn), runs.seen_head(item)
@@ -213,7 +225,7 @@ def features(passes: Sequence[Runs]) -> None:
 def map_unit(runs: Runs, item: Item) -> None:
     """Every phase of a barrier has to be awaited, so it waits for all tiles, and lets them go: else
     a slot could be filled twice before it does."""
-    for number in range(runs.tiles_of_states):
+    for number in range(runs.tiles_ahead):
         runs.let_go(runs.wait(item.before + number))
 
     def map_chunk(turn: Any, _: None) -> None:

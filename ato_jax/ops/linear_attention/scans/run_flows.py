@@ -1,5 +1,24 @@
-"""The gradient of a causal decay of heads that are walked in runs of 256 rows (`flows.py` says of
-what it is made): Y is known at the start of each run, and no chunk is steep."""
+"""The gradient of a causal decay of heads that are walked in runs of 256 rows.
+
+The gradient of a decay per step is made as `flows.py` says: Y is known at the start of each run,
+and no chunk is steep. For a decay per head that is not exact enough. Its gradient is a sum over all
+steps, and a running sum of A - R carries each rounding on to the next place, while a strong decay
+leaves few steps to each true term: errors are up to 2e-2 of the gradient. So it is made as
+
+    sum over all pairs of (i - j) M[i, j]
+
+in which a rounding counts for its own pair alone, whatever the decay is. With s the first row of a
+run of 256, and l its last one, query and key of different runs are apart by i - s + 1 rows of the
+query's run, l - j rows of the key's, and all rows of the runs between:
+
+    sum over queries of (i - s + 1) sum of M[i, j] over the keys ahead of i's run
+    + sum over keys of  (l - j) sum of M[i, j] over the queries behind j's run
+    + sum over runs of  256 keep (<S, R> + z . u)
+    + sum over pairs of one run of (i - j) M[i, j]
+
+with S and z ahead of the run, R and u behind it, and keep what the run leaves of S. The kernels
+leave the sums over M, and of each key its part of the last term (`wide_run_flows.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +29,7 @@ import jax.numpy as jnp
 
 from ato_jax.ops.linear_attention.scans import flows, flows_by_xla
 from ato_jax.ops.linear_attention.scans.borders import OfSequence
-from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN, C, Cut, whole_chunks
+from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN, RUN, C, Cut, whole_chunks
 from ato_jax.ops.linear_attention.scans.flow_places import Known, OfKeys, OfQueries, places
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState
 
@@ -36,6 +55,50 @@ class AtRuns(NamedTuple):
         return found if self.unit is None else found * self.unit
 
 
+def gradient_of_heads(
+    spec: LinearAttentionSpec,
+    queries: AtRuns,
+    keys: AtRuns,
+    within: jax.Array,
+    keeps: jax.Array,
+) -> jax.Array:
+    """The gradient of a decay per head in each batch entry, for a call that returns no state.
+
+    Args:
+      queries, keys: their flows are sums of M over pairs with rows of other runs.
+      within: the last term's sum for each key, [B, H, T or more].
+      keeps: what each chunk leaves of the state ahead of it, in each of its rows, [B, H, rows of
+        whole runs].
+
+    Returns:
+      [B, H, 1], as sums over chunks.
+    """
+    of_runs = keeps.reshape(spec.B, spec.H, -1, CHUNKS_OF_RUN, C)[..., 0]
+    passing = RUN * jnp.prod(of_runs[:, :, :-1], axis=3) * _inner(queries, keys, 0)
+    row = jnp.arange(spec.T, dtype=jnp.int32) % RUN
+    since, until = (x.astype(jnp.float32) for x in (row + 1, RUN - 1 - row))
+    reads, adds, within = (x[:, :, : spec.T] for x in (queries.flows, keys.flows, within))
+    of_rows = jnp.sum(since * reads + until * adds + within, axis=2, keepdims=True)
+    return of_rows + jnp.sum(passing, axis=2, keepdims=True)
+
+
+def _inner(queries: AtRuns, keys: AtRuns, shift: int) -> jax.Array:
+    """<S, R> + z . u of all runs but the last, [B, H, runs - 1]: with R and u behind the run, and S
+    and z ahead of it; or, where `shift` is 1, of the next run."""
+    count = queries.kv.shape[2] - 1
+    ahead, after = queries.kv[:, :, shift:][:, :, :count], keys.kv[:, :, :count]
+    inner = jnp.sum(ahead.astype(jnp.float32) * after.astype(jnp.float32), axis=(3, 4))
+    for side in (queries, keys):
+        inner = inner if side.unit_of_kv is None else inner * side.unit_of_kv[..., None]
+    # A run's first vector, and the one behind a run.
+    z = queries.k_sum[:, :, shift * CHUNKS_OF_RUN :: CHUNKS_OF_RUN][:, :, :count]
+    u = keys.k_sum[:, :, CHUNKS_OF_RUN - 1 :: CHUNKS_OF_RUN][:, :, :count]
+    inner += jnp.sum(z * u, axis=3)
+    for side in (queries, keys):
+        inner = inner if side.unit is None else inner * side.unit[..., None]
+    return inner
+
+
 def decay_flows_of_runs(
     spec: LinearAttentionSpec,
     deal: Cut,
@@ -49,16 +112,7 @@ def decay_flows_of_runs(
     """As `flows.decay_flows`, for a call that returns no state."""
     B, H, length = spec.B, spec.H, whole_chunks(spec.T)
     reads, adds = (side.flows[:, :, :length] for side in (queries, keys))
-    ahead, behind = queries.kv[:, :, 1:], keys.kv[:, :, :-1]
-    inner = jnp.sum(ahead.astype(jnp.float32) * behind.astype(jnp.float32), axis=(3, 4))
-    for side in (queries, keys):
-        inner = inner if side.unit_of_kv is None else inner * side.unit_of_kv[..., None]
-    # A run's first vector, and the one behind the run before.
-    z = queries.k_sum[:, :, CHUNKS_OF_RUN::CHUNKS_OF_RUN]
-    u = keys.k_sum[:, :, CHUNKS_OF_RUN - 1 : -1 : CHUNKS_OF_RUN]
-    inner += jnp.sum(z * u, axis=3)
-    for side in (queries, keys):
-        inner = inner if side.unit is None else inner * side.unit[..., None]
+    inner = _inner(queries, keys, 1)
     start = jnp.zeros((B, H), jnp.float32) if of_start is None else of_start
     crossing = jnp.concatenate([start[..., None], inner], axis=2)
     unused = places(spec, deal) - crossing.shape[2]
