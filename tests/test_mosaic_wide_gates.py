@@ -193,8 +193,7 @@ def test_gradients_of_a_decay_per_head_of_256_columns() -> None:
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 
-def test_gradients_of_a_decay_per_head_are_no_choice_yet() -> None:
-    """No card has timed them."""
+def test_gradients_of_a_decay_per_head_are_chosen() -> None:
     arrays = draw(1, 64, 1, 1, D=256)
     request, _ = numerics.prepare(OP, *arrays, causal=True, decay=decay_of("head", 1, 64, 1, ""))
     spec = dataclasses.replace(request.spec, T=2**17, S=2**17)
@@ -202,7 +201,7 @@ def test_gradients_of_a_decay_per_head_are_no_choice_yet() -> None:
     assert mosaic_gpu.unsupported(spec, "backward") is None
     assert not mosaic_gpu.needs_fallback(spec)
     assert mosaic_gpu.beats_later_backends(spec, channel.GPU, False)
-    assert not mosaic_gpu.beats_later_backends(spec, channel.GPU, True)
+    assert mosaic_gpu.beats_later_backends(spec, channel.GPU, True)
 
 
 @pytest.mark.parametrize("name", SEGMENTS)

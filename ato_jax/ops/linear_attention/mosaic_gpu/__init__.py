@@ -63,7 +63,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
 from ato_jax.ops.linear_attention.mosaic_gpu.batches import as_larger_batch as as_larger_batch
 from ato_jax.ops.linear_attention.mosaic_gpu.batches import spec_in_tiles
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config as Config
-from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import gates
 from ato_jax.ops.linear_attention.scans.returned import add_returned
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
@@ -190,7 +189,7 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     if fit := _fit(spec, "backward" if backward_follows else "forward"):
         pays = fitted.pays(fit, backward_follows)
         return pays and beats_later_backends(fit.spec, device, backward_follows)
-    if frame.both_ways(spec) and (spec.decay == "head" or spec.H != spec.G):
+    if frame.both_ways(spec) and spec.decay == "head":
         return False  # no card has timed these
     if frame.by_documents(spec) and not documents.are_faster_than_tritons(spec):
         return False
@@ -198,8 +197,6 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     # 1024, D128 took 1.79 ms and 1.84 behind this backend's, D64 1.34 and 1.43.
     if backward_follows and spec.segments and unsupported(spec, "backward"):
         return False
-    if backward_follows and (splits_states(spec) or frame.is_wide(spec) and spec.decay == "head"):
-        return False  # no card has timed these gradients
     if channel_blocks.is_cut(spec):
         # Behind this backend is XLA. On an H100, B1 H16 T16384 D256 took 1.15 ms and by XLA 25.9,
         # with gradients 4.22 and 98.2.
@@ -221,8 +218,6 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     least_filled = LEAST_FILLED_BY_CHANNEL if with_flows else LEAST_FILLED
     if tile is None or spec.D * spec.V < least_filled * tiles * tile**2:
         return False
-    if spec.causal and spec.D != spec.V and frame.is_wide(spec):
-        return False  # no card has timed them, and Triton's time follows both sizes
     if frame.heads_of_tile(spec) == 2 and spec.H != spec.G and not (spec.decay or backward_follows):
         # On an H100, B2 H32 G8 T16384: 0.208 ms, by Triton's 0.200; with gradients 0.773 and 0.911.
         return False
