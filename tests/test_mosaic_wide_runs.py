@@ -83,6 +83,35 @@ def test_documents(D: int, T: int, names: str, options: dict[str, Any]) -> None:
 
 
 @newest
+@pytest.mark.usefixtures("stored_twice")
+@pytest.mark.parametrize(
+    "D, T, lengths, options",
+    [
+        (144, 600, (200, 400), {"dtype": "bfloat16"}),  # the second run, but not the first one
+        (144, 800, (256, 512, 32), {"layout": "bhtd"}),  # of whole documents, and of a part of one
+        (144, 584, (512, 72), {"feature_map": "silu", "dtype": "bfloat16"} | PLAIN),
+        (144, 513, (513,), {"feature_map": "relu", "dtype": "bfloat16", "scale": 0.01}),
+    ],
+)
+def test_runs_of_one_document(
+    D: int, T: int, lengths: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """Their rows read states alone, but those of the last run."""
+    ids = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths))[None]
+    options = options | {"causal": False, "segment_ids": ids}
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted_of(D, T, **options))
+
+
+@newest
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_runs_of_one_document_of_256_columns(dtype: str) -> None:
+    ids = jnp.asarray(np.repeat(np.arange(2), (300, 300)))[None]
+    options: dict[str, Any] = {"causal": False, "segment_ids": ids, "dtype": dtype}
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted_of(256, 600, **options))
+
+
+@newest
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("causal, dtype", [(True, "float16"), (False, "float16")])
 def test_heads_of_256_columns(causal: bool, dtype: str) -> None:

@@ -31,10 +31,11 @@ def pays(fit: Fit, backward_follows: bool) -> bool:
     On an H200, forward and forward + backward in ms, and Triton's: wide, B15 H60 G15 T373 D164
     0.43, 1.06 (0.72, 2.95), B9 H7 G1 T5396 D156 0.49, 0.82 (0.54, 2.30); float32, B2 H16 T16383
     D128 0.99, 2.41 (11.1, 16.4), causal with lengths 1.85, 7.32 (2.81, 13.6); with a decay, B30 H36
-    G9 T3050 D40 1.01, 3.49 (1.24, 5.38), B8 H7 T16384 D64 0.62, 1.65 (0.38, 1.93), B2 H8 T16384 D250 0.80, 2.85 (1.65, 2.92), folded B15 H1
-    T121606 D40 0.89, 2.64 (0.87, 11.5). But without a decay B8 H9 G3 T16384 D64 took 0.80, 2.08
-    (0.32, 1.17), bidirectional B8 H8 T16384 D72 0.72, 1.61 (0.38, 1.27), and expanded ones B2 H12
-    G3 T16384 D192 2.50 (2.73), with gates of channels B2 H16 G4 T16384 D128 2.77 (1.91).
+    G9 T3050 D40 1.01, 3.49 (1.24, 5.38), B8 H7 T16384 D64 0.62, 1.65 (0.38, 1.93), B2 H8 T16384
+    D250 0.80, 2.85 (1.65, 2.92), folded B15 H1 T121606 D40 0.89, 2.64 (0.87, 11.5). But without a
+    decay B8 H9 G3 T16384 D64 took 0.80, 2.08 (0.32, 1.17), bidirectional B8 H8 T16384 D72 0.72,
+    1.61 (0.38, 1.27), and expanded ones B2 H12 G3 T16384 D192 2.50 (2.73), with gates of channels
+    B2 H16 G4 T16384 D128 2.77 (1.91).
     """
     called = fit.steps[0].before
     if called.B * called.H * called.T * called.D < LEAST_ELEMENTS:

@@ -43,6 +43,17 @@ class Factors(NamedTuple):
     # segment, -1 where that lies ahead of the run, and its last row, `BEYOND` where behind the run.
     first: jax.Array | None
     last: jax.Array | None
+    # Where rows see their whole document: whether a run, which is not the last one, has rows of
+    # one alone, [B, runs] int32. Such a run's rows see what is ahead of the next run, and `reads`
+    # says so.
+    undivided: jax.Array | None = None
+
+    def of_vectors(self, of_chunk: jax.Array, of_run: jax.Array) -> jax.Array:
+        """The factors by which rows read the vectors beside their chunk, or their run if it is
+        undivided."""
+        if self.undivided is None:
+            return of_chunk
+        return jnp.where(_of_rows(self.undivided) > 0, of_run, of_chunk)
 
 
 def factors_of(
@@ -71,6 +82,10 @@ def factors_of(
     shape = spec.B, spec.G, -1
     flat = [jnp.broadcast_to(x, (spec.B, spec.G, *x.shape[2:])).reshape(shape) for x in of_rows]
     reads, behind, of_chunk, adds, keeps = flat
+    undivided = None
+    if borders.begun is not None and gates is None and not spec.causal:
+        undivided = _undivided(_in_runs(spec, borders.begun))
+        reads = jnp.where(_of_rows(undivided) > 0, 1.0, reads)
     return Factors(
         reads,
         behind,
@@ -80,7 +95,21 @@ def factors_of(
         None if gates is None else sums.reshape(shape),
         None if first_rows is None else first_rows.reshape(spec.B, -1),
         None if last_rows is None else last_rows.reshape(spec.B, -1),
+        undivided,
     )
+
+
+def _undivided(begun: jax.Array) -> jax.Array:
+    """From how many segments begin in a chunk up to each row, [B, runs, chunks, C]: one may begin
+    at the run's first row."""
+    borders = jnp.sum(begun[..., -1], axis=2) - begun[:, :, 0, 0]
+    number = jnp.arange(borders.shape[1], dtype=jnp.int32)
+    return ((borders == 0) & (number + 1 < borders.shape[1])).astype(jnp.int32)
+
+
+def _of_rows(of_runs: jax.Array) -> jax.Array:
+    """[B, runs] as [B, 1, rows]."""
+    return jnp.repeat(of_runs, RUN, axis=1)[:, None]
 
 
 def _in_runs(spec: LinearAttentionSpec, x: jax.Array, filler: float = 0.0) -> jax.Array:

@@ -283,8 +283,9 @@ def _with_factors(
     factors = call.factors
     if factors is None:
         return given
-    ahead = factors.first, factors.reads, factors.reads_of_chunk
-    behind = factors.last, factors.reads_behind, factors.adds
+    of_vectors = factors.of_vectors
+    ahead = factors.first, factors.reads, of_vectors(factors.reads_of_chunk, factors.reads)
+    behind = factors.last, factors.reads_behind, of_vectors(factors.adds, factors.reads_behind)
     own, other = (behind, ahead) if from_the_end else (ahead, behind)
     given = given._replace(sums=factors.sums, limit=own[0], reads=own[1])
     makes_z = given.reader is not None and not from_the_end and call.spec.normalize
@@ -293,7 +294,7 @@ def _with_factors(
     if beyond is None:
         return given
     side = Beyond(*beyond, *other[:2], other[2] if makes_z else None)
-    return given._replace(beyond=side)
+    return given._replace(beyond=side, undivided=factors.undivided)
 
 
 def _together(*of_heads: jax.Array) -> jax.Array:

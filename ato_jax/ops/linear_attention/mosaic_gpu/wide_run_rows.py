@@ -69,9 +69,13 @@ def write_unit(runs: Runs, item: Item) -> None:
         carried = lax.fori_loop(0, turns, functools.partial(one, in_two_parts=True), carried)
     elif runs.in_two_parts:
         carried = lax.fori_loop(0, own_turn, one, carried)
-        carried = one(own_turn, carried, in_two_parts=True)
+        of_own_turn = functools.partial(one, in_two_parts=True)
         if runs.both_ways:
-            carried = lax.fori_loop(own_turn + 1, turns, one, carried)
+            behind = jnp.minimum(own_turn + 1, turns)  # an undivided run has no turns
+            carried = lax.fori_loop(own_turn, behind, of_own_turn, carried)
+            carried = lax.fori_loop(behind, turns, one, carried)
+        else:
+            carried = of_own_turn(own_turn, carried)
     else:
         carried = lax.fori_loop(0, turns, one, carried)
     found, den = carried
@@ -81,7 +85,10 @@ def write_unit(runs: Runs, item: Item) -> None:
     if runs.of is Pass.DQ:
         k_slot = own.ring.slot(runs.tile_of_chunk(item, own_turn, 1))
         write_query_gradient(runs, item, found, reader, k_slot, mine, ahead)
-        runs.let_go(k_slot)
+        if runs.arrays.undivided is None:
+            runs.let_go(k_slot)
+        else:
+            pl.when(~runs.is_undivided(item))(functools.partial(runs.let_go, k_slot))
     elif runs.of is Pass.DK:
         write_key_gradient(runs, item, found, reader, mine.powers)
     else:
@@ -331,9 +338,16 @@ def write_query_gradient(
     def z_of(block: int) -> jax.Array:
         """64 columns, for each row, of the sum of phi(k) over all keys that it sees."""
         ahead = vectors_times(runs, item, block, reads)
-        own_k = runs.block_in(k, block)
-        (z,) = multiply((ahead, [(part, own_k) for part in reversed(seen)]))
-        return z
+
+        def with_own_chunk() -> jax.Array:
+            own_k = runs.block_in(k, block)
+            (z,) = multiply((ahead, [(part, own_k) for part in reversed(seen)]))
+            return z
+
+        if runs.arrays.undivided is None:
+            return with_own_chunk()
+        found: jax.Array = lax.cond(runs.is_undivided(item), lambda: ahead, with_own_chunk)
+        return found
 
     def features_of(block: int) -> tuple[jax.Array, jax.Array]:
         own_q = load(runs.block_in(q, block))

@@ -58,8 +58,9 @@ class Arrays(NamedTuple):
 
     Four are of `wide_factors.Factors`, where there are any: `sums`; `limit`, the first row that a
     row sees, or from the end the last one; what it reads of its run's state; and, for DQ, of its
-    chunk's. `beyond` has those of the other side, where rows see both. In float16 `powers` [B, G, 3
-    or 5] float32 are those of `wide_powers.py`."""
+    chunk's. `beyond` has those of the other side, where rows see both; and `undivided` then says
+    which runs are of one document. In float16 `powers` [B, G, 3 or 5] float32 are those of
+    `wide_powers.py`."""
 
     x: Any
     y: Any
@@ -76,6 +77,7 @@ class Arrays(NamedTuple):
     reads_of_chunk: Any = None
     powers: Any = None
     beyond: Beyond | None = None
+    undivided: Any = None
 
 
 class Left(NamedTuple):
@@ -289,10 +291,31 @@ class Runs:
         behind = jnp.clip(self.chunks - (item.piece + 1) * UNIT, 0, UNIT)
         return jnp.where(is_first, behind, UNIT)
 
+    def is_undivided(self, item: Item) -> Any:
+        """Whether all rows of the unit's run are of one document, which go on in the next run. Then
+        two states are all that they see: the one behind the run, and the one ahead of the next run,
+        which has their own run in it."""
+        if self.arrays.undivided is None:
+            return False
+        run = lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
+        return self.arrays.undivided[item.batch, run] > 0
+
+    def run_of_states(self, item: Item, side: int) -> Any:
+        """The run whose states, of a side, the unit reads."""
+        run = lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
+        if self.is_behind(side) or self.arrays.undivided is None:
+            return run
+        return run + self.is_undivided(item).astype(jnp.int32)
+
+    def is_behind(self, side: int) -> bool:
+        """Whether a side's states are those behind runs."""
+        return self.from_the_end != bool(side)
+
     def turns(self, item: Item) -> Any:
-        """How many chunks the unit sees."""
+        """How many chunks the unit sees beside its states."""
         if self.both_ways:
-            return self.last_of_run(item) - self.first_of_run(item) + 1
+            turns = self.last_of_run(item) - self.first_of_run(item) + 1
+            return jnp.where(self.is_undivided(item), 0, turns)
         if self.from_the_end:
             return self.last_of_run(item) - item.piece * UNIT + 1
         last = jnp.minimum(item.piece * UNIT + UNIT - 1, self.chunks - 1)
@@ -335,7 +358,7 @@ class Runs:
         second chunk may be behind the sequence's last one, and then multiplies for nothing."""
         turns = self.turns(item)
         if self.both_ways:
-            return turns, jnp.minimum(self.others(item) + own, turns - 1)
+            return turns, jnp.maximum(jnp.minimum(self.others(item) + own, turns - 1), 0)
         own_chunk = self.own_chunk(item, own)
         ahead = own_chunk - self.first_of_run(item)
         if self.from_the_end:
@@ -345,11 +368,17 @@ class Runs:
 
     def chunk_of_vectors(self, item: Item, own: Any, side: int = 0) -> Any:
         """Ahead of which chunk, or behind which one, the vectors are that own rows read. DQ makes z
-        of each row, and reads what is beside its chunk."""
-        if self.of is Pass.DQ:
-            return self.own_chunk(item, own)
-        behind = self.from_the_end != bool(side)
-        return self.last_of_run(item) if behind else self.first_of_run(item)
+        of each row, and reads what is beside its chunk, or its run if that is undivided."""
+        if self.is_behind(side):
+            found = self.last_of_run(item)
+        else:
+            found = self.run_of_states(item, side) * CHUNKS_OF_RUN
+        if self.of is not Pass.DQ:
+            return found
+        own_chunk = self.own_chunk(item, own)
+        if self.arrays.undivided is None:
+            return own_chunk
+        return jnp.where(self.is_undivided(item), found, own_chunk)
 
     def tile_of_state(self, item: Item, block: int, side: int = 0) -> Any:
         return item.before + block * self.sides + side

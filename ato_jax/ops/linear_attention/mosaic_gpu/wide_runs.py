@@ -72,7 +72,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     each,
     rows_of,
 )
-from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
@@ -170,14 +169,13 @@ def load_unit(runs: Runs, item: Item) -> None:
         tiles = own.tiles if tiling.untiled else runs.tiles
         tiling.copy_tile(ref, item, rows_of(chunk), head, tiles, slot, loaded)
 
-    of_run = item.batch, kv_head, lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
-
     def load_state(number: int) -> None:
         block, side = divmod(number, runs.sides)
         tile = runs.tile_of_state(item, block, side)
         own.ring.acquire(tile)
         slot = own.ring.slot(tile)
         tiles = runs.turned if runs.turns_states else runs.tiles
+        of_run = item.batch, kv_head, runs.run_of_states(item, side)
         others = map(columns_of, range(runs.blocks)) if tiling.untiled else [slice(None)]
         for other, own_tile in zip(others, tiling.all_in(tiles.at[slot]), strict=True):
             part = columns_of(block), other
