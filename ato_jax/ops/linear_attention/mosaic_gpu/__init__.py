@@ -189,13 +189,12 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     if fit := _fit(spec, "backward" if backward_follows else "forward"):
         pays = fitted.pays(fit, backward_follows)
         return pays and beats_later_backends(fit.spec, device, backward_follows)
-    if frame.both_ways(spec) and spec.decay == "head":
-        return False  # no card has timed these
     if frame.by_documents(spec) and not documents.are_faster_than_tritons(spec):
         return False
     # Triton's backward is faster behind its own forward: on an H100, B2 T16384 with segments of
     # 1024, D128 took 1.79 ms and 1.84 behind this backend's, D64 1.34 and 1.43.
-    if backward_follows and spec.segments and unsupported(spec, "backward"):
+    between_backends = spec.segments or frame.both_ways(spec)
+    if backward_follows and between_backends and unsupported(spec, "backward"):
         return False
     if channel_blocks.is_cut(spec):
         # Behind this backend is XLA. On an H100, B1 H16 T16384 D256 took 1.15 ms and by XLA 25.9,

@@ -19,6 +19,9 @@ phi(k) over all keys that row i sees, DQ makes of G_i, as roundings left it,
     e_i   = phi(q_i) . G_i inverse_i,  0 where den_i <= eps
     dq_i  = (G_i - e_i z_i) inverse_i times phi(q_i)'s derivative
 
+Where rows see their whole document, and a run is of one document, its rows see two states and no
+pairs (`Runs.is_undivided`).
+
 With a decay or segments what a row reads of T is multiplied by a factor of the row, and w[i, j] by
 what the decay leaves between the two rows, 0 across a border (`wide_factors.py`).
 
