@@ -478,9 +478,7 @@ MOSAIC = Space(
         ),
         Rule(
             ("segments", "causal", "decay"),
-            lambda segments, causal, decay: (
-                segments != "none" and not causal and decay != "none"
-            ),
+            lambda segments, causal, decay: segments != "none" and not causal and decay != "none",
             "does not support segments with a decay and without causal=True",
         ),
         *(
@@ -527,12 +525,22 @@ MOSAIC = Space(
         ),
         Rule(
             ("causal", "decay", "widths", "segments"),
-            lambda causal, decay, widths, segments: not causal and (
-                widths[0] <= 64 and segments == "none"
-                if decay == "none"
-                else widths in ((40, 40), (128, 64)) or decay != "channel" and widths[0] > 128
+            lambda causal, decay, widths, segments: (
+                not causal
+                and (
+                    widths[0] <= 64 and segments == "none"
+                    if decay == "none"
+                    else widths in ((40, 40), (128, 64))
+                )
             ),
             "needs D",
+        ),
+        Rule(
+            ("causal", "decay", "widths"),
+            lambda causal, decay, widths: (
+                not causal and decay in ("head", "step") and widths[0] > 128
+            ),
+            None,  # no part of this array yet: tests/test_mosaic_wide_both_ways.py
         ),
         Rule(
             ("heads", "widths", "decay"),
@@ -617,6 +625,8 @@ MOSAIC_ATTENTION_LENGTHS = {
     "S = 1": (2, 130, 1),
     "long": (1, 1088, 1088),
 }
+
+
 def _is_of_pairs(axes: str, lengths: str) -> bool:
     """Whether an array with these axes has one element for each query and key."""
     _, T, S = MOSAIC_ATTENTION_LENGTHS[lengths]

@@ -9,13 +9,13 @@ i, also with a decay for each head, each step, or each step and channel (`causal
 says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
-float32; causal, or with segments, also D = V = 64, two heads side by side; causal, or without a
-decay, also D = V = 192 and 256 (`wide_*.py`); other multiples of 8 from 80 on, and from 16 to 56
+float32; causal, or with segments, also D = V = 64, two heads side by side; also D = V = 192 and 256
+(`wide_*.py`); other multiples of 8 from 80 on, and from 16 to 56
 where causal or with segments, fill one of these tiles in part, and so does the smaller of D and V
 where segments are causal; with gates of channels those are multiples of 16 (`narrow.py`), and heads
 above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal heads
-with D up to 128 (`value_blocks.py`). Kernels also take float16, but for a decay both ways,
-documents of up to 128 columns and gates of channels: sums and weights have units
+with D up to 128 (`value_blocks.py`). Kernels also take float16, but for gates of channels and, up
+to 128 columns, documents and a decay both ways: sums and weights have units
 (`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers.py`), or are shares and
 means (`whole_units.py`). Kernels of their own take float32 of up to 128 columns (`float32*.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
@@ -141,19 +141,10 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs T and S of at least {frame.C}{of_rows}, {got}"
     if spec.causal and spec.T != spec.S:
         return f"needs T = S where causal, {got}"
-    if not (spec.causal or frame.both_ways(spec) or frame.by_runs(spec)):
+    if not (spec.causal or frame.by_two_walks(spec) or frame.by_runs(spec)):
         return None
-    if phase == "backward" and frame.both_ways(spec) and spec.decay == "head":
-        # One sum over all steps, in which the roundings of both walks add up: interpreted, 640 rows
-        # of scale 0.01 were 3e-2 off.
-        return "does not support the gradients of a decay per head without causal=True"
-    if phase == "backward" and frame.both_ways(spec) and spec.initial_state and spec.normalize:
-        # Few rows count for the gradient of a state's k_sum, so their roundings do not add up to
-        # less: on an H200 it was 5.7e-3 off, of 4e-3, beside 1,096 rows.
-        return (
-            "does not support the gradients of a normalizer beside an initial_state without "
-            "causal=True"
-        )
+    if frame.both_ways(spec) and (lacking := refusals.unsupported_both_ways(spec, phase)):
+        return f"does not support {lacking} without causal=True"
     lacking = steps.unsupported_lengths(spec, phase)
     if spec.return_state and spec.T % frame.C and lacking:
         return (
@@ -189,6 +180,8 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     if fit := _fit(spec, "backward" if backward_follows else "forward"):
         pays = fitted.pays(fit, backward_follows)
         return pays and beats_later_backends(fit.spec, device, backward_follows)
+    if frame.by_runs(spec) and not wide_heads.is_timed(spec):
+        return False
     if frame.by_documents(spec) and not documents.are_faster_than_tritons(spec):
         return False
     # Triton's backward is faster behind its own forward: on an H100, B2 T16384 with segments of
@@ -201,7 +194,7 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
         # with gradients 4.22 and 98.2.
         return spec.B * spec.H * spec.T >= ENOUGH_ROWS * 2 * frame.F // (spec.D + spec.V)
     enough = ENOUGH_ROWS
-    if frame.both_ways(spec):
+    if frame.by_two_walks(spec):
         # Whatever a head fills of a tile: Triton's kernels take two walks, and these one.
         enough = ENOUGH_ROWS_BOTH_WAYS * 2 * frame.F // (spec.D + spec.V)
         return spec.B * spec.H * spec.T >= enough
@@ -279,14 +272,14 @@ def _gates_of(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> jax.
     if spec.kv_lengths or spec.segments:
         return _gates_of_steps(spec, config, steps.decay_of_steps(spec, inputs))
     if spec.decay == "head":  # which is no part of a batch
-        of_heads = both_ways.gates_of_heads if frame.both_ways(spec) else gates.of_heads
+        of_heads = both_ways.gates_of_heads if frame.by_two_walks(spec) else gates.of_heads
         return of_heads(spec, inputs.decay)
     return _gates_of_steps(spec, config, inputs.decay)
 
 
 @as_larger_batch
 def _gates_of_steps(spec: LinearAttentionSpec, _config: Config, decay: jax.Array) -> jax.Array:
-    of_steps = both_ways.gates_of_steps if frame.both_ways(spec) else gates.of_steps
+    of_steps = both_ways.gates_of_steps if frame.by_two_walks(spec) else gates.of_steps
     return of_steps(spec, decay)
 
 
@@ -311,7 +304,7 @@ def _kept(
     if frame.by_runs(spec):
         kept = wide_heads.keep(spec, config, inputs)
         return kept._replace(state=narrow.narrowed(spec, kept.state))
-    if spec.causal or frame.both_ways(spec):
+    if spec.causal or frame.by_two_walks(spec):
         keep = functools.partial(causal.keep, features=features) if spec.causal else both_ways.keep
         if spec.dtype == "float32":
             keep = float32_causal.keep
@@ -457,7 +450,7 @@ def _backward(
         found = float32_causal.backward(spec, config, Residuals(inputs, kept), cotangents)
     elif spec.causal:
         found = causal.backward(spec, config, Residuals(inputs, kept), cotangents, decay)
-    elif frame.both_ways(spec):
+    elif frame.by_two_walks(spec):
         found = both_ways.backward(spec, config, Residuals(inputs, kept), cotangents, decay)
     elif frame.by_documents(spec):
         found = documents.backward(spec, config, inputs, cotangents)

@@ -126,7 +126,7 @@ def _columns(spec: LinearAttentionSpec) -> list[dict[str, int]]:
     """The least D and V that tiles hold, if any do."""
     D, V, step = spec.D, spec.V, narrow.step_of(spec)
     columns = max(D, V)
-    if frame.both_ways(spec):
+    if frame.by_two_walks(spec):
         size = next((size for size in refusals.SIZES_BOTH_WAYS if size >= columns), None)
         D, V = (size or D, size or V)
     elif (spec.causal or spec.segments) and columns <= mosaic.HALF and spec.dtype != "float32":

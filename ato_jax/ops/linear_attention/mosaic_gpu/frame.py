@@ -51,6 +51,11 @@ def both_ways(spec: LinearAttentionSpec) -> bool:
     return spec.decay in ("head", "step") and not spec.causal
 
 
+def by_two_walks(spec: LinearAttentionSpec) -> bool:
+    """Whether the causal kernels walk such a sequence from either end (`both_ways.py`)."""
+    return both_ways(spec) and not by_runs(spec)
+
+
 def by_documents(spec: LinearAttentionSpec) -> bool:
     """Whether every query sees the keys of its own segment, without a decay."""
     return spec.segments is not None and spec.decay is None and not spec.causal
@@ -58,7 +63,7 @@ def by_documents(spec: LinearAttentionSpec) -> bool:
 
 def by_runs(spec: LinearAttentionSpec) -> bool:
     """Whether wide heads are walked, and then made run by run (`wide_runs.py`)."""
-    return is_wide(spec) and (spec.causal or by_documents(spec))
+    return is_wide(spec) and (spec.causal or by_documents(spec) or both_ways(spec))
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Lengths and segments as the kernels take them.
 
-    lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
-    segments    masks (`chunk_borders.py`). A decay counts as 0 at the first step of a segment, as
-                nothing of earlier steps is left there
+lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
+segments    masks (`chunk_borders.py`). A decay counts as 0 at the first step of a segment, as
+            nothing of earlier steps is left there
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.decay == "channel":
         return "with a decay per channel"
     if frame.by_runs(spec):
-        return f"with more than {frame.F} columns with causal=True or segments"
+        return f"with more than {frame.F} columns with causal=True, segments or a decay"
     if spec.causal and spec.offset is None:
         return "of queries and keys that differ with causal=True"
-    if frame.both_ways(spec) and spec.offset is None:
+    if frame.by_two_walks(spec) and spec.offset is None:
         return "of queries and keys that differ with a decay"
     return None
 
@@ -50,7 +50,7 @@ def in_place(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttention
     Lengths are there, too, where T ends within a chunk, and the state behind it is returned or a
     walk begins there: rows beyond the end are read as zeros, whose features need not be zero.
     """
-    both_ways = frame.both_ways(spec)
+    both_ways = frame.by_two_walks(spec)
     if not spec.causal and not both_ways:
         return spec, inputs
     lengths = inputs.kv_lengths if spec.kv_lengths else None

@@ -1,4 +1,4 @@
-"""Factors of rows, by which the causal passes over heads of 129 to 256 columns apply a decay per
+"""Factors of rows, by which the passes over runs of heads of 129 to 256 columns apply a decay per
 head or step, and segments. XLA makes them.
 
 With L_t the sum of log2 decays from the run's first row to row t, and all rows of one run of 256,
@@ -9,7 +9,9 @@ With L_t the sum of log2 decays from the run's first row to row t, and all rows 
 
 Each is 0 where a segment begins between the two. Of a chunk's rows `adds` are what they add to the
 state behind the chunk, and `keeps` what the chunk leaves of the state ahead of it. Queries are
-walked from the end, and add `reads_of_chunk`. The exponents are differences within a run, at most
+walked from the end, and add `reads_of_chunk`. Where rows see both sides, keys are walked from the
+end, too, and queries from the start; a query reads the state behind its run by `reads_behind`, and
+sees a row of its run by exp2(-|L_i - L_j|). The exponents are differences within a run, at most
 0, so no decay is too strong for out, dq, dk and dv.
 """
 
@@ -77,6 +79,8 @@ def factors_of(
     if borders.begun is not None:
         first_rows, last_rows, seen = _of_segments(spec, borders)
     of_rows = [jnp.exp2(x) for x in factors]
+    if seen is None and not spec.causal:
+        of_rows[2] = jnp.where(_exist(spec), of_rows[2], 0.0)
     if seen is not None:
         of_rows = [jnp.where(here, x, 0.0) for here, x in zip(seen, of_rows, strict=True)]
     shape = spec.B, spec.G, -1
@@ -165,9 +169,8 @@ def _of_segments(
     last = jnp.where(ends < C - 1, start[..., None] + ends, tails)
     row = jnp.arange(C, dtype=jnp.int32)
     goes_on = begun == 0
-    if not spec.causal:  # keys are walked from the end, ahead of which zeros have features, too
-        rows = start[..., None] + jnp.arange(C, dtype=jnp.int32)
-        goes_on &= rows < spec.T
+    if not spec.causal:
+        goes_on &= _exist(spec)
     seen = (
         first < 0,
         last == BEYOND,
@@ -176,6 +179,13 @@ def _of_segments(
         jnp.broadcast_to(~cut[..., None], begun.shape),
     )
     return first, last, tuple(x[:, None] for x in seen)
+
+
+def _exist(spec: LinearAttentionSpec) -> jax.Array:
+    """Which rows are there, [runs, chunks, C]. Where rows see both sides keys are walked from the
+    end, too, behind which zeros have features."""
+    runs = int(pl.cdiv(spec.T, RUN))
+    return jnp.arange(runs * RUN, dtype=jnp.int32).reshape(runs, CHUNKS_OF_RUN, C) < spec.T
 
 
 def until_end_of_piece(
@@ -200,10 +210,12 @@ def _in_pieces(
 ) -> jax.Array | None:
     """`within` [B, P, 2]: the first of a piece's rows that count, and the one behind the last."""
     factor = None if exponents is None else jnp.exp2(exponents)
-    if within is None:
-        return factor
     rows = int(pl.cdiv(spec.T, C)) * C
     own = jnp.arange(rows, dtype=jnp.int32)
+    if within is None:
+        if factor is None or spec.causal:
+            return factor
+        return jnp.where(own < spec.T, factor, 0.0)
     first, end = (jnp.repeat(within[..., n], deal.rows, axis=1)[:, None, :rows] for n in range(2))
     counts = (own >= first) & (own < end)  # [B, 1, rows]
     shape = spec.B, spec.G, rows

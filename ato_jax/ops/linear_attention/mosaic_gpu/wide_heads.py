@@ -1,10 +1,11 @@
-"""Heads of 129 to 256 columns, causal or where rows see their own document: `wide_states.py` walks
-the sequence, and `wide_runs.py` does the rest. A decay per head or step, and segments, are factors
-of rows (`wide_factors.py`); float16 is multiplied by powers of two (`wide_powers.py`).
+"""Heads of 129 to 256 columns, causal or where rows see their own document, or all rows through a
+decay: `wide_states.py` walks the sequence, and `wide_runs.py` does the rest. A decay per head or
+step, and segments, are factors of rows (`wide_factors.py`); float16 is multiplied by powers of two
+(`wide_powers.py`).
 
 Causal rows see what is ahead of them: keys are walked from the start, and queries, whose sums the
-keys' gradients read, from the end. In a document they see what is behind them, too, so each walk
-has its mirror, and a run of rows reads two states.
+keys' gradients read, from the end. In a document, and with a decay both ways, they see what is
+behind them, too, so each walk has its mirror, and a run of rows reads two states.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ from ato_jax.ops.linear_attention.spec import (
 
 State = tuple[jax.Array, jax.Array]
 
+# No card has timed these kernels beside a decay both ways, so nothing chooses them for such a call
+# unless it asks for them by name. Behind them are Triton's kernels, and in float16 XLA.
+TIMED_BOTH_WAYS = False
+
 
 class States(NamedTuple):
     """S [B, G, runs, F, V] ahead of each run, and z ahead of each chunk; where rows see both sides,
@@ -89,6 +94,11 @@ class Call:
     @property
     def both_ways(self) -> bool:
         return not self.spec.causal
+
+
+def is_timed(spec: LinearAttentionSpec) -> bool:
+    """Whether a card has timed these kernels for such a call."""
+    return TIMED_BOTH_WAYS or not frame.both_ways(spec)
 
 
 def call_of(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> Call:
@@ -169,25 +179,33 @@ def backward(
         ahead, _ = _walked(call, "wide_query_states", *arrays)
     given = Arrays(v, g, q, *states, k, *own, powers=of_passes)
     given = _with_factors(call, given, ahead, from_the_end=True)
-    dk, dv, of_keys = wide_key_gradients(spec, call.deal, given)
+    dk, of_keys = wide_key_gradients(spec, call.deal, given)
     if by is not None and of_sums is not None:
         of_initial = powers.times(of_initial, by.keys / of_sums.queries)
     d_decay = None
     if inputs.decay is not None:
-        assert of_queries.flows is not None
-        queries, keys = AtRuns(of_queries.flows, *kept.ahead), AtRuns(of_keys[0], *states)
+        queries = AtRuns(of_queries.flows, *kept.ahead)
+        keys = AtRuns(of_keys.flows, *states, within=of_keys.within)
+        units, units_of_keys = {}, {}
         if by is not None and of_sums is not None:
-            queries = queries._replace(unit=1 / by.keys, unit_of_kv=1 / by.state)
-            units = {"unit": by.keys / of_sums.queries, "unit_of_kv": 1 / of_sums.sums}
-            keys = keys._replace(**units)
+            units = {"unit": 1 / by.keys, "unit_of_kv": 1 / by.state}
+            units_of_keys = {"unit": by.keys / of_sums.queries, "unit_of_kv": 1 / of_sums.sums}
+        queries, keys = queries._replace(**units), keys._replace(**units_of_keys)
+        beyond = None
+        if kept.behind is not None and ahead is not None:
+            beyond = (
+                AtRuns(of_queries.flows_beyond, *kept.behind, **units),
+                AtRuns(of_keys.flows_beyond, *ahead, **units_of_keys),
+            )
         if spec.decay == "head":
             assert call.factors is not None
-            d_decay = gradient_of_heads(spec, queries, keys, of_keys[1], call.factors.keeps)
+            d_decay = gradient_of_heads(spec, queries, keys, beyond, call.factors.keeps)
         else:
+            queries = queries._replace(within=of_keys.seen_within)
             of_start = None if of_initial is None else queries.of_start(of_initial)
-            of_flows = inputs.decay, queries, keys, of_start, decay, call.borders
+            of_flows = inputs.decay, queries, keys, beyond, of_start, decay, call.borders
             d_decay = decay_flows_of_runs(spec, call.deal, *of_flows)
-    return Inputs(of_queries.found, dk, dv, decay=d_decay, initial_state=of_initial)
+    return Inputs(of_queries.found, dk, of_keys.found, decay=d_decay, initial_state=of_initial)
 
 
 def unless_steep(

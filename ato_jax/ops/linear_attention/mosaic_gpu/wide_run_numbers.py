@@ -50,7 +50,14 @@ def of_own(runs: Runs, item: Item, ref: Any) -> Any:
     """What an array holds of the own rows, [64]; None where there is no array."""
     if ref is None:
         return None
-    rows = rows_of(runs.own_chunk(item, mosaic.group()))
+    return of_rows_in(runs, item, ref, runs.own_chunk(item, mosaic.group()))
+
+
+def of_rows_in(runs: Runs, item: Item, ref: Any, chunk: Any) -> Any:
+    """What an array holds of a chunk's rows, [64]; None where there is no array."""
+    if ref is None:
+        return None
+    rows = rows_of(chunk)
     at = (item.batch, rows) if len(ref.shape) == 2 else (item.batch, runs.kv_head(item), rows)
     return load(ref.at[at], OF_ROWS, optimized=False)
 

@@ -28,6 +28,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_numbers import (
     block_in,
     leave,
     of_own,
+    of_rows_in,
     powers_of,
     reads_of_states,
     times,
@@ -58,11 +59,9 @@ def write_unit(runs: Runs, item: Item) -> None:
     own.x_loaded.wait(number)
     mine = Own(own_chunk, own_turn, sums, limit, beyond, powers_of(runs, item))
     den = map_rows(runs, item, mine.powers) if runs.by_values else ()
-    found, ahead = read_state(runs, item, mine.powers), None
+    found, flows = read_state(runs, item, mine.powers)
     if runs.adds_flows and runs.of is Pass.DV:
-        wide_run_flows.leave_flows_of_keys(runs, item, mine.powers, found)
-    elif runs.adds_flows:
-        ahead = wide_run_flows.read_ahead(runs, item, found)
+        wide_run_flows.leave_flows_of_keys(runs, item, mine.powers, flows)
     one = functools.partial(add_chunk, runs, item, mine)
     carried = found, den
     if runs.all_in_two_parts:
@@ -84,7 +83,7 @@ def write_unit(runs: Runs, item: Item) -> None:
     reader = await_reader(runs, item)
     if runs.of is Pass.DQ:
         k_slot = own.ring.slot(runs.tile_of_chunk(item, own_turn, 1))
-        write_query_gradient(runs, item, found, reader, k_slot, mine, ahead)
+        write_query_gradient(runs, item, found, reader, k_slot, mine, flows)
         if runs.arrays.undivided is None:
             runs.let_go(k_slot)
         else:
@@ -138,10 +137,16 @@ def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
     return functools.reduce(jnp.add, dens)
 
 
-def read_both_states(runs: Runs, item: Item, own: Powers | None) -> Found:
-    """The sum over both sides of x T times the row's factor, 64 columns of T at a time."""
+def read_both_states(
+    runs: Runs, item: Item, own: Powers | None
+) -> tuple[Found, list[wide_run_flows.OfSide]]:
+    """The sum over both sides of x T times the row's factor, 64 columns of T at a time; and what
+    rows read of each side, where the pass adds up flows."""
     x, found = runs.x.at[mosaic.group()], []
     reads = reads_of_states(runs, item, own)
+    flows: list[wide_run_flows.OfSide] = [(0.0, 0.0)] * runs.sides
+    if runs.adds_flows:
+        runs.own.held_loaded.wait(mosaic.slot_of(mosaic.group(), UNIT))
     for block in range(runs.blocks):
         parts = []
         for side in range(runs.sides):
@@ -151,12 +156,16 @@ def read_both_states(runs: Runs, item: Item, own: Powers | None) -> Found:
             (part,) = multiply((mosaic.zeros(C, HALF), runs.factors(x, tile, turned)))
             runs.let_go(slot)
             parts.append(times(part, reads[side]))
+        if runs.adds_flows:
+            flows = wide_run_flows.with_block(runs, item, block, flows, parts)
         found.append(functools.reduce(jnp.add, parts))
-    return tuple(found)
+    return tuple(found), flows
 
 
-def read_state(runs: Runs, item: Item, own: Powers | None) -> Found:
-    """x T, with T in 64 rows at a time."""
+def read_state(
+    runs: Runs, item: Item, own: Powers | None
+) -> tuple[Found, list[wide_run_flows.OfSide]]:
+    """x T, with T in 64 rows at a time; and what rows read, where the pass adds up flows."""
     if runs.both_ways:
         return read_both_states(runs, item, own)
     x = runs.x.at[mosaic.group()]
@@ -172,7 +181,12 @@ def read_state(runs: Runs, item: Item, own: Powers | None) -> Found:
         found = multiply(*sums)
         runs.let_go(slot)
     (reads,) = reads_of_states(runs, item, own)
-    return tuple(times(part, reads) for part in found)
+    found = tuple(times(part, reads) for part in found)
+    if not runs.adds_flows:
+        return found, []
+    if runs.of is Pass.DV:
+        return found, [wide_run_flows.read_by_keys(runs, item, found)]
+    return found, [wide_run_flows.read_by_queries(runs, item, found)]
 
 
 def weights_of(
@@ -196,7 +210,8 @@ def weights_of(
     if mine.sums is not None and seen_sums is not None:
         own, seen = mosaic.in_columns(mine.sums, C), mosaic.in_rows(seen_sums, C)
         lost = seen - own if runs.from_the_end else own - seen
-        w = w * jnp.exp2(jnp.minimum(lost, 0.0))
+        lost = -jnp.abs(lost) if runs.both_ways else jnp.minimum(lost, 0.0)
+        w = w * jnp.exp2(lost)
     # Without the barrier the choice would make the rounding go number by number, not in pairs.
     return lax.optimization_barrier(jnp.where(sees, w, 0.0))
 
@@ -232,7 +247,9 @@ def add_chunk(
 
     products = runs.factors(runs.x.at[mosaic.group()], runs.tiles.at[y_slot])
     w, (e, seen_sums) = mosaic.multiply_while(products, (C, C), meanwhile)
-    runs.let_go(y_slot)
+    seen_within = runs.left.seen_within is not None
+    if not seen_within:
+        runs.let_go(y_slot)
     if runs.of is Pass.DK:
         w = w - mosaic.in_rows(e, C)
     exact, raised = weights_of(runs, w, mine, chunk, seen_sums), None
@@ -241,6 +258,9 @@ def add_chunk(
         p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
         p = runs.tiles.at[p_slot]
         den = den + wide_run_flows.within_chunk(runs, item, mine, chunk, exact, p)
+        if seen_within:
+            leave_seen_within(runs, item, mine, chunk, runs.tiles.at[y_slot], p)
+            runs.let_go(y_slot)
     if mine.powers is not None and runs.by_values:
         # A row's shares may be far below the bound for its head, and would lose digits.
         raised = powers.power_of(jnp.max(jnp.abs(exact), axis=1), wide_powers.MOST_OF_ROWS)
@@ -270,6 +290,19 @@ def add_chunk(
         # The gradient of queries is made of the own keys, too.
         pl.when(turn != mine.turn)(functools.partial(runs.let_go, p_slot))
     return tuple(found), den
+
+
+def leave_seen_within(runs: Runs, item: Item, mine: Own, chunk: Any, y: Any, g: Any) -> None:
+    """Sums over the own keys for each query of a chunk of the run, where the decay is per step. The
+    products are those of `add_chunk` and `within_chunk` with rows and columns exchanged: columns
+    cannot be summed in registers of one warpgroup."""
+    x = runs.x.at[mosaic.plus_zero(mosaic.group(), chunk)]
+    (w,) = multiply((mosaic.zeros(C, C), runs.factors(y, x)))
+    own_sums = sums_of_seen(runs, item, mine.chunk)
+    sums, limit, beyond = (of_rows_in(runs, item, ref, chunk) for ref in runs.of_pairs)
+    seen = Own(chunk, None, sums, limit, beyond, mine.powers)
+    w = weights_of(runs, w, seen, mine.chunk, own_sums)
+    wide_run_flows.leave_seen_within(runs, item, mine, chunk, w, g)
 
 
 def skip_chunk(runs: Runs, item: Item, turn: Any, _: None) -> None:
@@ -313,12 +346,13 @@ def write_query_gradient(
     reader: Any,
     k_slot: Any,
     mine: Own,
-    ahead_of_run: wide_run_flows.Ahead | None,
+    flows_of_sides: Sequence[wide_run_flows.OfSide],
 ) -> None:
     """dq, in x's place, and inverse, e and flows. Where features are needed they are made once
     more, as registers have room for 64 columns of them."""
     spec, maps, x = runs.spec, runs.phi, runs.x.at[mosaic.group()]
-    q, k = runs.tiles.at[reader], runs.tiles.at[k_slot]
+    q = runs.held_tiles.at[mosaic.group()] if runs.holds_queries else runs.tiles.at[reader]
+    k = runs.tiles.at[k_slot]
     own = mine.powers
     found = None if own is None else own.found
     # g has been read: in its last columns is what a row sees of each key.
@@ -373,9 +407,9 @@ def write_query_gradient(
         leave(runs, item, runs.left.inverse, of_rows)
         leave(runs, item, runs.left.e, of_e)
         inverse, e = of_rows, of_e
-    has_flows = runs.left.flows is not None and ahead_of_run is None
-    if ahead_of_run is not None:
-        wide_run_flows.leave_flows_of_queries(runs, item, ahead_of_run, inverse, e, found)
+    has_flows = runs.left.flows is not None and not runs.adds_flows
+    if runs.adds_flows:
+        wide_run_flows.leave_flows_of_queries(runs, item, flows_of_sides, inverse, e, found)
     if runs.normalizes:
         inverse, e = mosaic.in_columns(inverse, HALF), mosaic.in_columns(e, HALF)
     flows: Any = 0.0

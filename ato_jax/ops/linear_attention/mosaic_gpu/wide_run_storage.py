@@ -81,16 +81,19 @@ class Arrays(NamedTuple):
 
 
 class Left(NamedTuple):
-    """The outputs of a pass. With a normaliser DQ writes `inverse` and `e`. With a decay per step
-    DQ and DK write `flows`, the numbers of rows from which its gradient is made (`scans/flows.py`);
-    with one per head DQ and DV do, and DV writes `within` (`wide_run_flows.py`). In float16 DQ
-    writes the largest magnitude in each row of phi(q) and of g."""
+    """The outputs of a pass. With a normaliser DQ writes `inverse` and `e`. With a causal decay per
+    step DQ and DK write `flows`, the numbers of rows from which its gradient is made
+    (`scans/flows.py`); with any other decay DQ and DV do, and where rows see both sides
+    `flows_beyond`, too, while DV writes `within` and `seen_within` (`wide_run_flows.py`). In
+    float16 DQ writes the largest magnitude in each row of phi(q) and of g."""
 
     found: Any
     inverse: Any = None
     e: Any = None
     flows: Any = None
+    flows_beyond: Any = None
     within: Any = None
+    seen_within: Any = None
     features: Any = None
     cotangents: Any = None
 
@@ -102,7 +105,7 @@ class Storage(mosaic.Storage):
     # [slots, blocks, 64, 64]
     turned: Array  # the latter, where they are not the same bytes
     vector: Array  # [UNIT, D] float32: z or u
-    held: Array  # as x: v of the own rows for DV, where a decay is per head
+    held: Array  # as x: v of the own rows for DV, or q for DQ, where these weigh pairs
     ring: Ring  # of tiles
     mapped: Signal  # the tile in this slot of the ring is
     x_loaded: Signal  # x and the vector of a warpgroup
@@ -194,14 +197,34 @@ class Runs:
         return self.spec.decay == "head" and self.of is Pass.DQ and self.spec.normalize
 
     @property
+    def weighs_pairs(self) -> bool:
+        """Whether a decay's gradient is made of sums over pairs (`wide_run_flows.py`)."""
+        return self.spec.decay == "head" or self.spec.decay == "step" and self.both_ways
+
+    @property
     def adds_flows(self) -> bool:
-        """Whether the pass adds up flows of a decay per head."""
-        return self.spec.decay == "head" and self.of in (Pass.DQ, Pass.DV)
+        """Whether the pass adds up such sums."""
+        return self.weighs_pairs and self.of in (Pass.DQ, Pass.DV)
 
     @property
     def holds_values(self) -> bool:
         """Whether shared memory holds v of the own rows of DV."""
-        return self.spec.decay == "head" and self.joined
+        return self.weighs_pairs and self.joined
+
+    @property
+    def holds_queries(self) -> bool:
+        """Whether shared memory holds q of the own rows of DQ: features are multiplied with what is
+        read of each side, and in the end once more."""
+        return self.both_ways and self.adds_flows and self.of is Pass.DQ
+
+    @property
+    def holds(self) -> bool:
+        return self.holds_values or self.holds_queries
+
+    @property
+    def held(self) -> Any:
+        """The array whose own rows shared memory holds, if any."""
+        return self.arrays.reader if self.holds_queries else self.arrays.held
 
     @property
     def has_vector(self) -> bool:
@@ -239,12 +262,12 @@ class Runs:
     @property
     def readers(self) -> int:
         """How many tiles of `reader` a unit takes."""
-        return 0 if self.arrays.reader is None else UNIT
+        return 0 if self.arrays.reader is None or self.holds_queries else UNIT
 
     @property
     def slots(self) -> int:
         """What there is room for beside x and what is held."""
-        return SHARED // (2 * C * self.spec.D) - UNIT * (1 + self.holds_values)
+        return SHARED // (2 * C * self.spec.D) - UNIT * (1 + self.holds)
 
     def storage(self) -> Storage:
         tiling, D, slots = self.tiling, self.spec.D, self.slots
@@ -257,7 +280,7 @@ class Runs:
         of_tiles = Buffer(tiles, tiling.blocks)
         vector = Buffer(plgpu.SMEM((UNIT, D), F32)) if self.has_vector else None
         filled = (x,) if vector is None else (x, vector)
-        held = Buffer(tiling.tiles(UNIT), tiling.blocks) if self.holds_values else None
+        held = Buffer(tiling.tiles(UNIT), tiling.blocks) if self.holds else None
         return Storage(
             x=x,
             tiles=of_tiles,
@@ -332,7 +355,7 @@ class Runs:
     @property
     def first_readers(self) -> int:
         """How many tiles of `reader` come ahead of the chunks, too."""
-        return UNIT if self.adds_flows and self.of is Pass.DQ else 0
+        return UNIT if self.adds_flows and self.of is Pass.DQ and not self.both_ways else 0
 
     @property
     def tiles_ahead(self) -> int:
@@ -427,7 +450,7 @@ class Runs:
         return tiled(self.own.tiles)
 
     @property
-    def held(self) -> Any:
+    def held_tiles(self) -> Any:
         return tiled(self.own.held)
 
     @property

@@ -1,4 +1,5 @@
-"""Causal passes over heads of 129 to 256 columns: each 128 rows alone, from the state of their run.
+"""Passes over heads of 129 to 256 columns that are walked: each 128 rows alone, from the state of
+their run, or from both where rows see those behind them, too.
 
 All four are one pass, with other arrays in other roles. Row i reads with x_i; row j is found by
 y_j, and p_j is what is read of it. With T the state of all rows ahead of row i's run of 256
@@ -23,7 +24,8 @@ Where rows see their whole document, and a run is of one document, its rows see 
 pairs (`Runs.is_undivided`).
 
 With a decay or segments what a row reads of T is multiplied by a factor of the row, and w[i, j] by
-what the decay leaves between the two rows, 0 across a border (`wide_factors.py`).
+what the decay leaves between the two rows, 0 across a border (`wide_factors.py`). Where rows see
+both sides they read a state of each, and all rows of the run.
 
 A unit has 128 rows. All that it reads but x comes through one ring of tiles [64, D]:
 
@@ -85,8 +87,8 @@ def whole_units(length: int) -> int:
 
 def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Arrays) -> Left:
     """Launches a pass and returns its outputs. DQ also returns inverse and e with a normaliser,
-    flows with a decay, and features and cotangents in float16: each is [B, H, T up to a whole unit]
-    in float32. `deal` counts heads."""
+    flows of each side with a decay, and features and cotangents in float16: each is [B, H, T up to
+    a whole unit] in float32. `deal` counts heads."""
     runs = Runs(spec, in_units(spec, deal), of, arrays)
     given, tree = jax.tree.flatten(arrays)
     like = arrays.x if arrays.reader is None else arrays.reader
@@ -95,6 +97,7 @@ def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Ar
     of_rows = jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32)
     if of is Pass.DQ:
         names = ["inverse", "e"] * spec.normalize + ["flows"] * bool(spec.decay)
+        names += ["flows_beyond"] * runs.holds_queries
         names += ["features", "cotangents"] * (arrays.powers is not None)
         left |= dict.fromkeys(names, of_rows)
 
@@ -109,37 +112,39 @@ def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Ar
 
 def wide_key_gradients(
     spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """dk, dv and, with a decay, the flows of keys, [B, H, T up to a whole unit], and where it is
-    per head what DV leaves of pairs within runs; by passes that share a launch, and so what they
-    read of the second cache. `arrays` are those of DK."""
+) -> tuple[jax.Array, Left]:
+    """dk, and dv with what is left of keys with a decay, [B, H, T up to a whole unit], of chunks
+    `seen_within` [B, H, 4, as many]; by passes that share a launch, and so what they read of the
+    second cache. `arrays` are those of DK."""
     units = in_units(spec, dataclasses.replace(deal, heads=2 * deal.heads))
     runs = Runs(spec, units, Pass.DK, arrays, joined=True)
     given, tree = jax.tree.flatten(arrays)
-    left = [
-        jax.ShapeDtypeStruct(arrays.reader.shape, runs.tiling.dtype),
-        jax.ShapeDtypeStruct(frame.shape_of_values(spec, deal.heads), runs.tiling.dtype),
-    ]
     of_rows = jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32)
-    left += [of_rows] * {None: 0, "step": 1, "head": 2}[spec.decay]
+    of_values = jax.ShapeDtypeStruct(frame.shape_of_values(spec, deal.heads), runs.tiling.dtype)
+    names = ["flows"] * bool(spec.decay) + ["within"] * runs.weighs_pairs
+    names += ["flows_beyond"] * (runs.weighs_pairs and runs.both_ways)
+    left = {"found": of_values} | dict.fromkeys(names, of_rows)
+    if runs.weighs_pairs and spec.decay == "step":
+        of_chunks = spec.B, spec.H, CHUNKS_OF_RUN, whole_units(spec.T)
+        left["seen_within"] = jax.ShapeDtypeStruct(of_chunks, F32)
+    types = [jax.ShapeDtypeStruct(arrays.reader.shape, runs.tiling.dtype), *left.values()]
 
     def bind(refs: Sequence[Any], own: Storage) -> list[Runs]:
         of_keys: Arrays = jax.tree.unflatten(tree, refs[: len(given)])
-        dk, dv, *flows = refs[len(given) :]
+        dk, *others = refs[len(given) :]
         of_values = of_keys._replace(x=of_keys.reader, y=of_keys.p, p=of_keys.y, reader=None)
-        of_dk, of_dv = Left(dk), Left(dv)
-        if spec.decay == "head":
+        of_dk, of_dv = Left(dk), Left(**dict(zip(left, others, strict=True)))
+        if runs.weighs_pairs:
             of_values = of_values._replace(held=of_keys.x)
-            of_dv = Left(dv, flows=flows[0], within=flows[1])
-        elif flows:
-            of_dk = Left(dk, flows=flows[0])
+        elif spec.decay:
+            of_dk, of_dv = Left(dk, flows=of_dv.flows), Left(of_dv.found)
         return [
             dataclasses.replace(runs, arrays=of_keys, left=of_dk, own=own),
             dataclasses.replace(runs, of=Pass.DV, arrays=of_values, left=of_dv, own=own),
         ]
 
-    dk, dv, *flows = launch(runs, "wide_key_gradients", bind, left, tuple(given))
-    return dk, dv, flows
+    dk, *found = launch(runs, "wide_key_gradients", bind, types, tuple(given))
+    return dk, Left(**dict(zip(left, found, strict=True)))
 
 
 def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal) -> mosaic.Deal:
@@ -199,9 +204,9 @@ def load_unit(runs: Runs, item: Item) -> None:
             of_chunk = runs.chunk_of_vectors(item, number)
             source = arrays.vectors.at[item.batch, kv_head, of_chunk]
             plgpu.copy_gmem_to_smem(source, own.vector.at[number], loaded)
-        if arrays.held is not None:
+        if runs.held is not None:
             held = own.held, number, own.held_loaded
-            tiling.copy_tile(arrays.held, item, rows_of(chunk), head, *held)
+            tiling.copy_tile(runs.held, item, rows_of(chunk), head, *held)
     for number in range(first, runs.tiles_of_states):
         load_state(number)
     for number in range(runs.first_readers):

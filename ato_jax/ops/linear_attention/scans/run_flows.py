@@ -1,11 +1,12 @@
-"""The gradient of a causal decay of heads that are walked in runs of 256 rows.
+"""The gradient of a decay of heads that are walked in runs of 256 rows.
 
-The gradient of a decay per step is made as `flows.py` says: Y is known at the start of each run,
-and no chunk is steep. For a decay per head that is not exact enough. Its gradient is a sum over all
-steps, and a running sum of A - R carries each rounding on to the next place, while a strong decay
-leaves few steps to each true term: errors are up to 2e-2 of the gradient. So it is made as
+The gradient of a causal decay per step is made as `flows.py` says: Y is known at the start of each
+run, and no chunk is steep. For a decay per head that is not exact enough. Its gradient is a sum
+over all steps, and a running sum of A - R carries each rounding on to the next place, while a
+strong decay leaves few steps to each true term: errors are up to 2e-2 of the gradient. So it is
+made as
 
-    sum over all pairs of (i - j) M[i, j]
+    sum over all pairs of |i - j| M[i, j]
 
 in which a rounding counts for its own pair alone, whatever the decay is. With s the first row of a
 run of 256, and l its last one, query and key of different runs are apart by i - s + 1 rows of the
@@ -18,6 +19,16 @@ query's run, l - j rows of the key's, and all rows of the runs between:
 
 with S and z ahead of the run, R and u behind it, and keep what the run leaves of S. The kernels
 leave the sums over M, and of each key its part of the last term (`wide_run_flows.py`).
+
+Where rows see both sides, queries ahead of a key count, too. These are the same sums with queries
+and keys exchanged: S and z behind the run, R and u ahead of it, and in the last term |i - j|. The
+gradient of step t's decay is the sum of M over the pairs with t behind one of the two and not
+behind the other. Beside R_i and A_j of `flows.py`, which have the pairs with j < i, with R'_i and
+A'_j of those with i < j,
+
+    F(t + 1) = F(t) + (A_t - A'_t) - (R_t - R'_t)
+
+and Y has the inner products of both exchanges. Here a pair of a row with itself counts for nothing.
 """
 
 from __future__ import annotations
@@ -45,6 +56,7 @@ class AtRuns(NamedTuple):
     k_sum: jax.Array
     unit: jax.Array | None = None
     unit_of_kv: jax.Array | None = None
+    within: jax.Array | None = None  # sums over pairs of one run, where the kernels leave them
 
     def of_start(self, cotangent: LinearState) -> jax.Array:
         """The inner product of the given state and its gradient, [B, H]: the part of the first
@@ -59,32 +71,40 @@ def gradient_of_heads(
     spec: LinearAttentionSpec,
     queries: AtRuns,
     keys: AtRuns,
-    within: jax.Array,
+    beyond: tuple[AtRuns, AtRuns] | None,
     keeps: jax.Array,
 ) -> jax.Array:
     """The gradient of a decay per head in each batch entry, for a call that returns no state.
 
     Args:
-      queries, keys: their flows are sums of M over pairs with rows of other runs.
-      within: the last term's sum for each key, [B, H, T or more].
+      queries, keys: their flows are sums of M over pairs with rows of other runs, and `within` of
+        keys is the last term's sum for each key, [B, H, T or more].
+      beyond: queries and keys of the pairs with i < j, where rows see both sides.
       keeps: what each chunk leaves of the state ahead of it, in each of its rows, [B, H, rows of
         whole runs].
 
     Returns:
       [B, H, 1], as sums over chunks.
     """
+    assert keys.within is not None
     of_runs = keeps.reshape(spec.B, spec.H, -1, CHUNKS_OF_RUN, C)[..., 0]
-    passing = RUN * jnp.prod(of_runs[:, :, :-1], axis=3) * _inner(queries, keys, 0)
+    kept = RUN * jnp.prod(of_runs[:, :, :-1], axis=3)
     row = jnp.arange(spec.T, dtype=jnp.int32) % RUN
     since, until = (x.astype(jnp.float32) for x in (row + 1, RUN - 1 - row))
-    reads, adds, within = (x[:, :, : spec.T] for x in (queries.flows, keys.flows, within))
-    of_rows = jnp.sum(since * reads + until * adds + within, axis=2, keepdims=True)
-    return of_rows + jnp.sum(passing, axis=2, keepdims=True)
+    reads, adds, within = (x[:, :, : spec.T] for x in (queries.flows, keys.flows, keys.within))
+    of_rows, passing = since * reads + until * adds + within, kept * _inner(queries, keys, 0)
+    if beyond is not None:
+        behind, ahead = beyond
+        reads, adds = (side.flows[:, :, : spec.T] for side in beyond)
+        of_rows += until * reads + since * adds
+        passing += kept * _inner(ahead, behind, 0)
+    return jnp.sum(of_rows, axis=2, keepdims=True) + jnp.sum(passing, axis=2, keepdims=True)
 
 
 def _inner(queries: AtRuns, keys: AtRuns, shift: int) -> jax.Array:
     """<S, R> + z . u of all runs but the last, [B, H, runs - 1]: with R and u behind the run, and S
-    and z ahead of it; or, where `shift` is 1, of the next run."""
+    and z ahead of it; or, where `shift` is 1, of the next run. With queries and keys exchanged of
+    S and z behind the run, and of R and u ahead of it."""
     count = queries.kv.shape[2] - 1
     ahead, after = queries.kv[:, :, shift:][:, :, :count], keys.kv[:, :, :count]
     inner = jnp.sum(ahead.astype(jnp.float32) * after.astype(jnp.float32), axis=(3, 4))
@@ -105,14 +125,27 @@ def decay_flows_of_runs(
     gates: jax.Array,
     queries: AtRuns,
     keys: AtRuns,
+    beyond: tuple[AtRuns, AtRuns] | None,
     of_start: jax.Array | None,
     decay: jax.Array | None,
     borders: OfSequence,
 ) -> jax.Array:
-    """As `flows.decay_flows`, for a call that returns no state."""
+    """As `flows.decay_flows`, for a call that returns no state. Where rows see both sides, `beyond`
+    has queries and keys of the pairs with i < j, the flows are sums over pairs with rows of other
+    runs, and `within` are those over pairs of one run with the sign of i - j: of keys [B, H, T or
+    more], and of queries over the keys of each chunk of the run, [B, H, 4, T or more]."""
     B, H, length = spec.B, spec.H, whole_chunks(spec.T)
     reads, adds = (side.flows[:, :, :length] for side in (queries, keys))
     inner = _inner(queries, keys, 1)
+    if beyond is not None:
+        assert queries.within is not None and keys.within is not None
+        behind, ahead = beyond
+        inner += _inner(ahead, behind, 1)
+        within = jnp.where(_chunks_exist(length), queries.within[..., :length], 0.0)
+        reads += jnp.sum(within, axis=2) - behind.flows[:, :, :length]
+        adds += keys.within[:, :, :length] - ahead.flows[:, :, :length]
+        exist = jnp.arange(length, dtype=jnp.int32) < spec.T
+        reads, adds = (jnp.where(exist, x, 0.0) for x in (reads, adds))
     start = jnp.zeros((B, H), jnp.float32) if of_start is None else of_start
     crossing = jnp.concatenate([start[..., None], inner], axis=2)
     unused = places(spec, deal) - crossing.shape[2]
@@ -122,3 +155,10 @@ def decay_flows_of_runs(
     of_queries, of_keys = OfQueries(reads[None]), OfKeys(adds, jnp.zeros_like(adds), keys.kv)
     arrays = gates, of_queries, of_keys, known, decay, borders
     return flows.of_steps(spec, deal, *arrays)
+
+
+def _chunks_exist(length: int) -> jax.Array:
+    """Which chunks of a row's run there are, [4, length]."""
+    chunk = jnp.arange(CHUNKS_OF_RUN, dtype=jnp.int32)[:, None]
+    first = jnp.arange(length, dtype=jnp.int32) // RUN * CHUNKS_OF_RUN
+    return (chunk + first) * C < length
