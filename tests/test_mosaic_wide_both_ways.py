@@ -97,7 +97,7 @@ def test_other_sizes(kind: str, options: dict[str, Any]) -> None:
 
 
 def test_no_choice_yet() -> None:
-    """No card has timed them: `TIMED_BOTH_WAYS`."""
+    """No card has timed them: `wide_heads.TIMED`."""
     for kind in ("head", "step"):
         arrays, decay = draw(1, 64, 1, 1, D=256), decay_of(kind, 1, 64, 1, "bthd")
         request, _ = numerics.prepare(OP, *arrays, decay=decay)

@@ -10,14 +10,14 @@ says what a kernel is made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal, or with segments, also D = V = 64, two heads side by side; also D = V = 192 and 256
-(`wide_*.py`); other multiples of 8 from 80 on, and from 16 to 56
-where causal or with segments, fill one of these tiles in part, and so does the smaller of D and V
-where segments are causal; with gates of channels those are multiples of 16 (`narrow.py`), and heads
-above 128 columns are cut into blocks (`channel_blocks.py`), as values alone are of causal heads
-with D up to 128 (`value_blocks.py`). Kernels also take float16, but for gates of channels and, up
-to 128 columns, documents and a decay both ways: sums and weights have units
-(`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers.py`), or are shares and
-means (`whole_units.py`). Kernels of their own take float32 of up to 128 columns (`float32*.py`).
+(`wide_*.py`); other multiples of 8 from 80 on, and from 16 to 56 where causal or with segments,
+fill one of these tiles in part, and so does the smaller of D and V where segments are causal; with
+gates of channels those are multiples of 16 (`narrow.py`), and heads above 128 columns are cut into
+blocks (`channel_blocks.py`), as values alone are of causal heads with D up to 128
+(`value_blocks.py`). Kernels also take float16, but for gates of channels: sums and weights have
+units (`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers.py`), or are shares
+and means (`whole_units.py`); up to 128 columns the kernels of wide heads take bidirectional ones
+with segments or a decay. Kernels of their own take float32 of up to 128 columns (`float32*.py`).
 phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
 elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
 every query sees every key, gradients are made without such arrays (`projected_whole.py`).
@@ -153,7 +153,7 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
         )
     if phase == "backward" and spec.decay == "channel" and spec.T <= frame.C:
         return f"needs T above {frame.C} for the gradients of a decay per channel"
-    of_one_head = spec.decay == "channel" or frame.is_wide(spec)
+    of_one_head = spec.decay == "channel" or frame.by_runs(spec)
     if phase == "backward" and spec.H != spec.G and of_one_head:
         return f"needs H = G for these gradients, got {spec.H} and {spec.G}"
     if phase == "backward" and spec.scale <= 0:
@@ -168,7 +168,7 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 def needs_fallback(spec: LinearAttentionSpec) -> bool:
     """Where a chunk is steep, the walks over features are not right with a decay per channel, and
     the sums for the decay's gradient are not right in wide heads."""
-    return spec.decay == "channel" or spec.decay == "step" and frame.is_wide(spec)
+    return spec.decay == "channel" or spec.decay == "step" and frame.by_runs(spec)
 
 
 def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_follows: bool) -> bool:

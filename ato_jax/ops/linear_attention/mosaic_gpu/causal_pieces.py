@@ -25,7 +25,7 @@ AS_GOOD = 1.02
 def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
     """So many that the last round of blocks is nearly full, and little is read twice; of those that
     are as good the fewest."""
-    if frame.is_wide(spec) and not config.pieces:
+    if frame.by_runs(spec) and not config.pieces:
         config = dataclasses.replace(config, pieces=wide_states.pieces_of(spec, config.blocks))
     at_once = chunks_at_once(spec)
     units = pl.cdiv(spec.T, at_once * frame.C)

@@ -34,7 +34,7 @@ def are_faster_than_tritons(spec: LinearAttentionSpec) -> bool:
     segments of their own, documents of a few rows are slow. Wide heads have other kernels, whose
     blocks share a document (`wide_heads.py`).
     """
-    if frame.is_wide(spec):
+    if frame.by_runs(spec):
         return spec.segments == "self"
     tiles = spec.B * spec.G // frame.heads_of_tile(spec)
     return spec.segments == "self" and tiles >= ENOUGH_TILES[frame.heads_of_tile(spec)]

@@ -129,7 +129,11 @@ def _columns(spec: LinearAttentionSpec) -> list[dict[str, int]]:
     if frame.by_two_walks(spec):
         size = next((size for size in refusals.SIZES_BOTH_WAYS if size >= columns), None)
         D, V = (size or D, size or V)
-    elif (spec.causal or spec.segments) and columns <= mosaic.HALF and spec.dtype != "float32":
+    elif (
+        columns <= frame.F
+        and frame.in_runs(spec)
+        or ((spec.causal or spec.segments) and columns <= mosaic.HALF and spec.dtype != "float32")
+    ):
         D, V = (max(narrow.LEAST_OF_PAIRS, up(size, step)) for size in (D, V))
     elif columns > mosaic.HALF:
         D, V = (up(size, step) for size in (D, V))

@@ -21,6 +21,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.narrow import STEP, widths_of
 from ato_jax.ops.linear_attention.scans.chunks import LOG2_E as LOG2_E
 from ato_jax.ops.linear_attention.scans.chunks import C as C
 from ato_jax.ops.linear_attention.scans.chunks import heads_of_tile
+from ato_jax.ops.linear_attention.scans.chunks import in_runs as in_runs
 from ato_jax.ops.linear_attention.scans.chunks import is_steep as is_steep
 from ato_jax.ops.linear_attention.scans.chunks import whole_chunks as whole_chunks
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -62,7 +63,10 @@ def by_documents(spec: LinearAttentionSpec) -> bool:
 
 
 def by_runs(spec: LinearAttentionSpec) -> bool:
-    """Whether wide heads are walked, and then made run by run (`wide_runs.py`)."""
+    """Whether heads are walked, and then made run by run (`wide_runs.py`): wide ones, and some of
+    up to 128 columns, in tiles of 128."""
+    if in_runs(spec):
+        return True
     return is_wide(spec) and (spec.causal or by_documents(spec) or both_ways(spec))
 
 
@@ -73,7 +77,7 @@ def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     dtype = jnp.dtype(spec.dtype).type
     # With gates of channels T is a multiple of 8, and a head's columns are one of 16.
     as_given = heads == 2 and width < HALF and spec.decay != "channel"
-    in_documents = by_documents(spec) and not is_wide(spec)
+    in_documents = by_documents(spec) and not by_runs(spec)
     odd = (spec.T % ROWS_OF_A_TILE, spec.S % ROWS_OF_A_TILE, width % STEP) != (0, 0, 0)
     untiled = odd or as_given or in_documents
     cut = isinstance(spec, value_blocks.Cut)

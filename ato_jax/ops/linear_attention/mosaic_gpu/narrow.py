@@ -1,6 +1,7 @@
 """Heads of fewer columns than a tile has, in steps of 8: 80 to 120 by the kernels of 128, 136 to
-184 by those of 192, 200 to 248 by those of 256; causal also 16 to 56 by those of 64. With gates of
-channels, and in float32, steps are of 16.
+184 by those of 192, 200 to 248 by those of 256; causal also 16 to 56 by those of 64, and heads that
+are walked in runs 16 to 120 by those of 128 (`scans.chunks.in_runs`). With gates of channels, and
+in float32, steps are of 16.
 
 Where D and V differ, the larger one chooses the tile.
 
@@ -21,13 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax.mosaic import HALF
+from ato_jax.ops.linear_attention.scans.chunks import in_runs
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState, Outputs
 
 TILES = 128, 192, 256
 LEAST = 80  # columns of a head that these tiles hold
 STEP = 16  # the copy engine takes a part of a head's columns that a product takes
 STEP_AS_THEY_ARE = 8  # or it takes them as they are: it needs rows of a multiple of 16 bytes
-LEAST_OF_PAIRS = 16  # two heads of at most 64 columns share a tile
+LEAST_OF_PAIRS = 16  # two heads of at most 64 columns share a tile; in runs each has its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,9 @@ def tile_of(spec: LinearAttentionSpec) -> int | None:
     """The columns that a head has in the tile that the larger of D and V fills, maybe in part; None
     where there is no such tile."""
     columns, step = max(spec.D, spec.V), step_of(spec)
+    if in_runs(spec) and columns <= TILES[0]:
+        whole = spec.D % step == spec.V % step == 0
+        return TILES[0] if whole and min(spec.D, spec.V) >= LEAST_OF_PAIRS else None
     if (spec.causal or spec.segments) and columns <= HALF:
         whole = spec.D % STEP_AS_THEY_ARE == spec.V % STEP_AS_THEY_ARE == 0
         return HALF if whole and min(spec.D, spec.V) >= LEAST_OF_PAIRS else None

@@ -31,6 +31,8 @@ def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     if least <= max(spec.D, spec.V) <= most and narrow.tile_of(spec):
         return None
     step = narrow.step_of(spec)
+    if frame.in_runs(spec):
+        return f"D and V of multiples of {step}, from {narrow.LEAST_OF_PAIRS} to {most}"
     sizes = f"D and V of multiples of {step}, the larger from {narrow.LEAST} to {most}"
     if in_float32:
         sizes += f", or D = V = {mosaic.HALF}"

@@ -23,7 +23,9 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.decay == "channel":
         return "with a decay per channel"
     if frame.by_runs(spec):
-        return f"with more than {frame.F} columns with causal=True, segments or a decay"
+        wide = frame.is_wide(spec)
+        of = f"more than {frame.F} columns with causal=True," if wide else "float16 with"
+        return f"with {of} segments or a decay"
     if spec.causal and spec.offset is None:
         return "of queries and keys that differ with causal=True"
     if frame.by_two_walks(spec) and spec.offset is None:
@@ -33,7 +35,7 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Where there is no mask for them."""
-    if frame.by_documents(spec) and not frame.is_wide(spec):
+    if frame.by_documents(spec) and not frame.by_runs(spec):
         return document_table.unsupported(spec, phase)
     if frame.both_ways(spec):
         return "with a decay and without causal=True"

@@ -1,6 +1,7 @@
 """Heads of 129 to 256 columns, causal or where rows see their own document, or all rows through a
-decay: `wide_states.py` walks the sequence, and `wide_runs.py` does the rest. A decay per head or
-step, and segments, are factors of rows (`wide_factors.py`); float16 is multiplied by powers of two
+decay; and in float16 heads of up to 128 columns that are not causal (`scans.chunks.in_runs`).
+`wide_states.py` walks the sequence, and `wide_runs.py` does the rest. A decay per head or step, and
+segments, are factors of rows (`wide_factors.py`); float16 is multiplied by powers of two
 (`wide_powers.py`).
 
 Causal rows see what is ahead of them: keys are walked from the start, and queries, whose sums the
@@ -55,9 +56,10 @@ from ato_jax.ops.linear_attention.spec import (
 
 State = tuple[jax.Array, jax.Array]
 
-# No card has timed these kernels beside a decay both ways, so nothing chooses them for such a call
-# unless it asks for them by name. Behind them are Triton's kernels, and in float16 XLA.
-TIMED_BOTH_WAYS = False
+# No card has timed these kernels beside a decay both ways, nor in heads of up to 128 columns, so
+# nothing chooses them for such a call unless it asks for them by name. Behind them are Triton's
+# kernels, and in float16 XLA.
+TIMED = False
 
 
 class States(NamedTuple):
@@ -98,7 +100,7 @@ class Call:
 
 def is_timed(spec: LinearAttentionSpec) -> bool:
     """Whether a card has timed these kernels for such a call."""
-    return TIMED_BOTH_WAYS or not frame.both_ways(spec)
+    return TIMED or not (frame.both_ways(spec) or frame.in_runs(spec) and not frame.is_wide(spec))
 
 
 def call_of(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> Call:

@@ -68,7 +68,7 @@ CHUNK_OF_SUMS, CUT = 0.4, 4.0
 
 def chunks_at_once(spec: LinearAttentionSpec) -> int:
     """What pieces are made of: of wide heads, whole runs."""
-    return CHUNKS_OF_RUN if frame.is_wide(spec) else 1
+    return CHUNKS_OF_RUN if frame.by_runs(spec) else 1
 
 
 def pieces_of(spec: LinearAttentionSpec, blocks: int) -> int:

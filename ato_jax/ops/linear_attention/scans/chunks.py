@@ -48,10 +48,18 @@ def whole_chunks(length: int) -> int:
     return int(pl.cdiv(length, C)) * C
 
 
+def in_runs(spec: LinearAttentionSpec) -> bool:
+    """Whether heads of up to 128 columns are walked in runs of rows, too, as wider ones are: in
+    float16, where queries see both sides, but not every key alike."""
+    sees_alike = spec.segments is None and spec.decay is None
+    return spec.dtype == "float16" and not (spec.causal or sees_alike or spec.decay == "channel")
+
+
 def heads_of_tile(spec: LinearAttentionSpec) -> int:
     """How many heads share a tile's columns: one of 128, or two of up to 64. Where every query
-    sees every key alike, and in float32, no head shares a tile."""
+    sees every key alike, in float32, and in runs of rows, no head shares a tile."""
     in_pairs = (spec.causal or spec.segments or spec.decay) and spec.dtype != "float32"
+    in_pairs = in_pairs and not in_runs(spec)
     return 2 if in_pairs and 2 * max(spec.D, spec.V) <= TILE_COLUMNS else 1
 
 

@@ -19,6 +19,7 @@ from ato_jax.ops.linear_attention.scans.chunks import (
     C,
     Cut,
     OfPiece,
+    in_runs,
 )
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -62,8 +63,8 @@ def spacing(spec: LinearAttentionSpec) -> int:
     """How many chunks lie from one place to the next. Heads that are walked in runs have a place
     for each run."""
     assert spec.decay is not None
-    in_runs = max(spec.D, spec.V) > TILE_COLUMNS
-    return CHUNKS_OF_RUN if in_runs else SPACING[spec.decay]
+    walks_runs = max(spec.D, spec.V) > TILE_COLUMNS or in_runs(spec)
+    return CHUNKS_OF_RUN if walks_runs else SPACING[spec.decay]
 
 
 def is_kept(spec: LinearAttentionSpec, chunk: Any) -> Any:

@@ -1,0 +1,71 @@
+"""Heads of up to 128 columns by the Hopper kernels that walk runs of rows: in float16 documents,
+and a decay between a query and the keys on either side; interpreted beside the float64 reference.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import test_linear_channel as channel
+from test_linear_mosaic import OP, PLAIN, draw
+from test_mosaic_lengths import decay_of
+from test_mosaic_wide_both_ways import errors_of
+from test_mosaic_wide_gates import ids_of
+
+from ato_jax.ops.linear_attention import mosaic_gpu
+from tests import numerics
+from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+
+
+def wanted_of(D: int, T: int, H: int, *, layout: str = "bthd", **options: Any) -> numerics.Oracle:
+    arrays = (x.astype("float16") for x in draw(1, T, H, H, layout, D=D))
+    return numerics.oracle(OP, *arrays, layout=layout, **options)
+
+
+@newest
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize(
+    "D, T, names, layout, options",
+    [
+        (128, 328, "some", "bthd", {}),
+        (80, 584, "one", "bhtd", {"feature_map": "silu"} | PLAIN),
+        (64, 203, "some", "bthd", {}),
+        (40, 328, "short", "bhtd", {"feature_map": "relu"}),
+    ],
+)
+def test_documents(D: int, T: int, names: str, layout: str, options: dict[str, Any]) -> None:
+    options = options | {"segment_ids": ids_of(T, names)}
+    errors_of(wanted_of(D, T, 1, layout=layout, **options))
+
+
+@newest
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize(
+    "D, T, kind, layout, options",
+    [
+        (128, 328, "head", "bthd", {}),
+        (96, 584, "step", "bhtd", {"feature_map": "silu"} | PLAIN),
+        (64, 203, "head", "bhtd", {"feature_map": "identity"} | PLAIN),
+        (48, 328, "step", "bthd", {}),
+    ],
+)
+def test_decays_both_ways(D: int, T: int, kind: str, layout: str, options: dict[str, Any]) -> None:
+    decay = decay_of(kind, 1, T, 1, layout) * (0.2 if kind == "step" else 1)
+    errors_of(wanted_of(D, T, 1, layout=layout, decay=decay, **options))
+
+
+def test_no_choice_yet() -> None:
+    """No card has timed them: `wide_heads.TIMED`."""
+    q, k, v = (x.astype("float16") for x in draw(1, 64, 1, 1, D=128))
+    for options in (
+        {"decay": decay_of("step", 1, 64, 1, "bthd")},
+        {"segment_ids": ids_of(64, "some")},
+    ):
+        request, _ = numerics.prepare(OP, q, k, v, **options)
+        spec = dataclasses.replace(request.spec, T=2**17, S=2**17)
+        assert mosaic_gpu.unsupported(spec, "forward") is None
+        assert mosaic_gpu.unsupported(spec, "backward") is None
+        assert not mosaic_gpu.beats_later_backends(spec, channel.GPU, False)
+        assert not mosaic_gpu.beats_later_backends(spec, channel.GPU, True)
