@@ -1,6 +1,6 @@
-"""Heads of up to 128 columns by the Hopper kernels that walk runs of rows: in float16 documents,
-and a decay between a query and the keys on either side; interpreted beside the float64 reference.
-"""
+"""Heads of up to 128 columns by the Hopper kernels that walk runs of rows: documents in
+float16, a decay between a query and the keys on either side in float16, and both at once in either
+dtype; interpreted beside the float64 reference."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from tests import numerics
 from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
 
 
-def wanted_of(D: int, T: int, H: int, *, layout: str = "bthd", **options: Any) -> numerics.Oracle:
-    arrays = (x.astype("float16") for x in draw(1, T, H, H, layout, D=D))
+def wanted_of(
+    D: int, T: int, *, layout: str = "bthd", dtype: str = "float16", **options: Any
+) -> numerics.Oracle:
+    arrays = (x.astype(dtype) for x in draw(1, T, 1, 1, layout, D=D))
     return numerics.oracle(OP, *arrays, layout=layout, **options)
 
 
@@ -37,7 +39,7 @@ def wanted_of(D: int, T: int, H: int, *, layout: str = "bthd", **options: Any) -
 )
 def test_documents(D: int, T: int, names: str, layout: str, options: dict[str, Any]) -> None:
     options = options | {"segment_ids": ids_of(T, names)}
-    errors_of(wanted_of(D, T, 1, layout=layout, **options))
+    errors_of(wanted_of(D, T, layout=layout, **options))
 
 
 @newest
@@ -53,16 +55,40 @@ def test_documents(D: int, T: int, names: str, layout: str, options: dict[str, A
 )
 def test_decays_both_ways(D: int, T: int, kind: str, layout: str, options: dict[str, Any]) -> None:
     decay = decay_of(kind, 1, T, 1, layout) * (0.2 if kind == "step" else 1)
-    errors_of(wanted_of(D, T, 1, layout=layout, decay=decay, **options))
+    errors_of(wanted_of(D, T, layout=layout, decay=decay, **options))
+
+
+@newest
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.parametrize(
+    "D, T, kind, names, dtype, layout, options",
+    [
+        (128, 640, "head", "some", "bfloat16", "bthd", {}),
+        (80, 323, "step", "edges", "bfloat16", "bhtd", {"feature_map": "silu"} | PLAIN),
+        (64, 576, "step", "late", "float16", "bthd", {}),
+        (40, 328, "head", "short", "bfloat16", "bthd", {"feature_map": "exp"}),
+    ],
+)
+def test_decays_beside_segments(
+    D: int,
+    T: int,
+    kind: str,
+    names: str,
+    dtype: str,
+    layout: str,
+    options: dict[str, Any],
+) -> None:
+    decay = decay_of(kind, 1, T, 1, layout) * (0.2 if kind == "step" else 1)
+    options = options | {"segment_ids": ids_of(T, names), "decay": decay}
+    errors_of(wanted_of(D, T, layout=layout, dtype=dtype, **options))
 
 
 def test_no_choice_yet() -> None:
     """No card has timed them: `wide_heads.TIMED`."""
-    q, k, v = (x.astype("float16") for x in draw(1, 64, 1, 1, D=128))
-    for options in (
-        {"decay": decay_of("step", 1, 64, 1, "bthd")},
-        {"segment_ids": ids_of(64, "some")},
-    ):
+    arrays = [x.astype("float16") for x in draw(1, 64, 1, 1, D=128)]
+    in_bfloat16 = [x.astype("bfloat16") for x in arrays]
+    decay, ids = {"decay": decay_of("step", 1, 64, 1, "bthd")}, {"segment_ids": ids_of(64, "some")}
+    for (q, k, v), options in ((arrays, decay), (arrays, ids), (in_bfloat16, decay | ids)):
         request, _ = numerics.prepare(OP, q, k, v, **options)
         spec = dataclasses.replace(request.spec, T=2**17, S=2**17)
         assert mosaic_gpu.unsupported(spec, "forward") is None

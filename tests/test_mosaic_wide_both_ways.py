@@ -12,6 +12,7 @@ import pytest
 import test_linear_channel as channel
 from test_linear_mosaic import OP, PLAIN, draw
 from test_mosaic_lengths import decay_of
+from test_mosaic_wide_gates import ids_of
 
 import ato_jax
 from ato_jax.ops.linear_attention import mosaic_gpu
@@ -73,6 +74,28 @@ def test_of_steps(
     arrays = (x.astype(dtype) for x in draw(1, T, 1, 1, layout, D=D))
     decay = decay_of("step", 1, T, 1, layout) * strength
     errors_of(numerics.oracle(OP, *arrays, layout=layout, decay=decay, **options))
+
+
+@newest
+@pytest.mark.usefixtures("stored_twice")
+@pytest.mark.parametrize(
+    "D, T, layout, dtype, kind, names, options",
+    [
+        (192, 640, "bthd", "bfloat16", "head", "edges", {}),
+        (160, 576, "bhtd", "float16", "step", "late", {}),
+        (144, 323, "bthd", "bfloat16", "step", "some", {"feature_map": "exp"}),
+        (176, 328, "bthd", "bfloat16", "head", "short", {"feature_map": "silu"} | PLAIN),
+    ],
+)
+def test_beside_segments(
+    D: int, T: int, layout: str, dtype: str, kind: str, names: str, options: dict[str, Any]
+) -> None:
+    """The first step's decay of a segment is between no two rows, and has no gradient."""
+    arrays = (x.astype(dtype) for x in draw(1, T, 1, 1, layout, D=D))
+    decay = decay_of(kind, 1, T, 1, layout) * (0.2 if dtype == "float16" else 1.0)
+    ids = ids_of(T, names)
+    options = {"layout": layout, "decay": decay, "segment_ids": ids} | options
+    errors_of(numerics.oracle(OP, *arrays, **options))
 
 
 @newest

@@ -16,11 +16,12 @@ gates of channels those are multiples of 16 (`narrow.py`), and heads above 128 c
 blocks (`channel_blocks.py`), as values alone are of causal heads with D up to 128
 (`value_blocks.py`). Kernels also take float16, but for gates of channels: sums and weights have
 units (`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers.py`), or are shares
-and means (`whole_units.py`); up to 128 columns the kernels of wide heads take bidirectional ones
-with segments or a decay. Kernels of their own take float32 of up to 128 columns (`float32*.py`).
-phi is any elementwise map that Mosaic GPU lowers (`feature_maps.py`); with gates of channels it is
-elu + 1. Features of FAVOR+ in bfloat16 are arrays, and their number is D (`projected.py`); where
-every query sees every key, gradients are made without such arrays (`projected_whole.py`).
+and means (`whole_units.py`). Up to 128 columns the kernels of wide heads take bidirectional calls
+with segments or a decay in float16, and with both in either dtype. Kernels of their own take
+float32 of up to 128 columns (`float32*.py`). phi is any elementwise map that Mosaic GPU lowers
+(`feature_maps.py`); with gates of channels it is elu + 1. Features of FAVOR+ in bfloat16 are
+arrays, and their number is D (`projected.py`); where every query sees every key, gradients are made
+without such arrays (`projected_whole.py`).
 Lengths are rows that do not count (`steps.py`), causal segments masks (`chunk_borders.py`). Other
 numbers of columns, heads and rows, and other lengths, are made to fit (`fitted.py`). All else is
 Triton's.

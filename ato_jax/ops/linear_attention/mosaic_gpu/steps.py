@@ -22,10 +22,10 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Where kernels do not count rows."""
     if spec.decay == "channel":
         return "with a decay per channel"
+    if frame.by_runs(spec) and frame.is_wide(spec):
+        return f"with more than {frame.F} columns with causal=True, segments or a decay"
     if frame.by_runs(spec):
-        wide = frame.is_wide(spec)
-        of = f"more than {frame.F} columns with causal=True," if wide else "float16 with"
-        return f"with {of} segments or a decay"
+        return "with segments or a decay in float16, or with both, and without causal=True"
     if spec.causal and spec.offset is None:
         return "of queries and keys that differ with causal=True"
     if frame.by_two_walks(spec) and spec.offset is None:
@@ -37,8 +37,6 @@ def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Where there is no mask for them."""
     if frame.by_documents(spec) and not frame.by_runs(spec):
         return document_table.unsupported(spec, phase)
-    if frame.both_ways(spec):
-        return "with a decay and without causal=True"
     if spec.segments != "self":
         return "of queries and keys that differ"
     if frame.by_documents(spec) and (spec.initial_state or spec.return_state):

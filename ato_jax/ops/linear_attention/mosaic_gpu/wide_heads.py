@@ -1,5 +1,5 @@
-"""Heads of 129 to 256 columns, causal or where rows see their own document, or all rows through a
-decay; and in float16 heads of up to 128 columns that are not causal (`scans.chunks.in_runs`).
+"""Heads of 129 to 256 columns, causal or where rows see their own document, or both sides through a
+decay; and some heads of up to 128 columns that are not causal (`scans.chunks.in_runs`).
 `wide_states.py` walks the sequence, and `wide_runs.py` does the rest. A decay per head or step, and
 segments, are factors of rows (`wide_factors.py`); float16 is multiplied by powers of two
 (`wide_powers.py`).

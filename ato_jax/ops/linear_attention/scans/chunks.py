@@ -49,10 +49,13 @@ def whole_chunks(length: int) -> int:
 
 
 def in_runs(spec: LinearAttentionSpec) -> bool:
-    """Whether heads of up to 128 columns are walked in runs of rows, too, as wider ones are: in
-    float16, where queries see both sides, but not every key alike."""
-    sees_alike = spec.segments is None and spec.decay is None
-    return spec.dtype == "float16" and not (spec.causal or sees_alike or spec.decay == "channel")
+    """Whether heads of up to 128 columns are walked in runs of rows, too, as wider ones are: where
+    queries see both sides, through a decay per head or step or within their segment in float16, and
+    through both in bfloat16."""
+    if spec.causal or spec.dtype == "float32" or spec.decay == "channel":
+        return False
+    options = (spec.segments is not None) + (spec.decay is not None)
+    return options == 2 or options == 1 and spec.dtype == "float16"
 
 
 def heads_of_tile(spec: LinearAttentionSpec) -> int:
