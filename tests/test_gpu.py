@@ -1315,6 +1315,57 @@ def test_gates_both_ways_of_mosaic_gpu(
         np.testing.assert_array_equal(np.asarray(found[array]), np.asarray(again[array]))
 
 
+@of_mosaic_gpu
+@pytest.mark.parametrize(
+    "dtype, name, B, T, H, G, D, scale, options",
+    [
+        ("bfloat16", "step", 2, 9000, 4, 4, 256, 1.0, {}),
+        ("bfloat16", "mild", 2, 8187, 4, 2, 160, 30.0, {"normalize": False}),
+        ("bfloat16", "head", 1, LONG, 2, 2, 256, 0.01, {}),
+        ("float16", "step", 1, LONG, 2, 2, 192, 1.0, {}),
+        ("float16", "mild", 2, 9000, 4, 4, 128, 30.0, {"feature_map": "silu", "scale": 1e-4}),
+        ("float16", "head", 2, 9001, 4, 2, 80, 1.0, {}),
+        ("float16", "step", 3, 8192, 4, 4, 64, 1.0, {}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_gates_of_both_sides_in_runs_of_mosaic_gpu(
+    dtype: str,
+    name: str,
+    B: int,
+    T: int,
+    H: int,
+    G: int,
+    D: int,
+    scale: float,
+    options: dict[str, Any],
+) -> None:
+    needs_hopper()
+    qkv = arrays(dtype, B=B, T=T, H=H, G=G, D=D, scale=scale)
+    options = linear_options(name, B, T, D, G=G) | options | {"causal": False}
+    check("linear_attention", *qkv, implementation="mosaic_gpu", **options)
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
+    ("dtype", "decay", "B", "T", "H", "G", "D", "rows"),
+    [
+        ("float16", None, 2, 9000, 4, 4, 128, 200),
+        ("float16", None, 2, 9001, 4, 2, 40, 30),
+        ("bfloat16", "step", 2, 9000, 4, 4, 128, 200),
+        ("bfloat16", "head", 2, 9001, 4, 4, 64, 30),
+        ("bfloat16", "step", 2, 9001, 4, 4, 256, 1000),
+        ("float16", "step", 2, 9000, 4, 4, 96, 300),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_segments_in_runs_of_mosaic_gpu(
+    dtype: str, decay: str | None, B: int, T: int, H: int, G: int, D: int, rows: int
+) -> None:
+    options = {} if decay is None else {"decay": linear_options(decay, B, T, D, G=G)["decay"]}
+    check_segments(B, T, H, G, D, "bthd", rows=rows, causal=False, dtype=dtype, **options)
+
+
 @pytest.mark.kernels("mosaic_channel_gates", "channel_gates")
 @pytest.mark.parametrize(
     ("B", "T", "G", "layout", "strength", "share", "options"),

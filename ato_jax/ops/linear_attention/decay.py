@@ -35,6 +35,11 @@ MOST_LOST_OF_CHUNK = 60.0
 # The same kernels in float16. Its normal numbers lie between 2^-14 and 2^16. The decay multiplies
 # features by 2^-8 to 2^8, so features are scaled to at most 2^7 before (`mosaic_gpu/powers.py`).
 MOST_LOST_IN_FLOAT16 = 8.0
+# Hopper's kernels that walk runs of rows of which each sees both sides. No feature carries a factor
+# there, and in the sums for the decay's gradient a pair of a row with itself is none. But in
+# float16 states that lose 2^-12 or more in each step are near its smallest numbers: at T = 520 a
+# decay of -80 in every step left half of the gradient.
+MOST_LOST_OF_BOTH_SIDES = 384.0
 # Hopper's kernels, a decay per step and channel: m is the middle of a turn of 2 to 64 rows, and a
 # half of two rows, which is one step, must never be steep.
 MOST_LOST_OF_TURN = 80.0

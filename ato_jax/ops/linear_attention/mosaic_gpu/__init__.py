@@ -168,7 +168,10 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
 
 def needs_fallback(spec: LinearAttentionSpec) -> bool:
     """Where a chunk is steep, the walks over features are not right with a decay per channel, and
-    the sums for the decay's gradient are not right in wide heads."""
+    the sums for the decay's gradient are not right in wide heads; of a decay per head where
+    float16's range is too small for states (`MOST_LOST_OF_BOTH_SIDES`)."""
+    if spec.decay == "head":
+        return spec.dtype == "float16" and frame.both_ways(spec)
     return spec.decay == "channel" or spec.decay == "step" and frame.by_runs(spec)
 
 
@@ -412,7 +415,6 @@ def backward_with_fallback(
     cotangents: Outputs,
     fallback: causal.Fallback,
 ) -> Inputs:
-    @as_larger_batch
     def run(
         spec: LinearAttentionSpec, config: Config, residuals: Residuals, cotangents: Outputs
     ) -> Inputs:
@@ -424,7 +426,9 @@ def backward_with_fallback(
         return wide_heads.unless_steep(gates, fallback, by_walks, spec, *arrays)
 
     def as_given(spec: LinearAttentionSpec, residuals: Residuals, cotangents: Outputs) -> Inputs:
-        return run(spec, config, residuals, cotangents)
+        # A decay per head is no part of a batch.
+        of_batch = run if spec.decay == "head" else as_larger_batch(run)
+        return of_batch(spec, config, residuals, cotangents)
 
     return _fitted(as_given, spec, residuals, cotangents)
 

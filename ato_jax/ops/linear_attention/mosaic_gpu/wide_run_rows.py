@@ -235,8 +235,14 @@ def add_chunk(
     own, (found, den) = runs.own, carried
     chunk = runs.chunk(item, turn)
     y_slot = runs.wait(runs.tile_of_chunk(item, turn, 0))
+    p_slot: Any = None
     if runs.by_values:
         own.mapped.wait(y_slot)
+    if runs.left.seen_within is not None:
+        # Ahead of all else, while registers hold no other pairs.
+        p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
+        y, p = runs.tiles.at[y_slot], runs.tiles.at[p_slot]
+        leave_seen_within(runs, item, mine, chunk, y, p)
 
     def meanwhile() -> Any:
         seen_sums = sums_of_seen(runs, item, chunk)
@@ -247,20 +253,15 @@ def add_chunk(
 
     products = runs.factors(runs.x.at[mosaic.group()], runs.tiles.at[y_slot])
     w, (e, seen_sums) = mosaic.multiply_while(products, (C, C), meanwhile)
-    seen_within = runs.left.seen_within is not None
-    if not seen_within:
-        runs.let_go(y_slot)
+    runs.let_go(y_slot)
     if runs.of is Pass.DK:
         w = w - mosaic.in_rows(e, C)
     exact, raised = weights_of(runs, w, mine, chunk, seen_sums), None
-    p_slot: Any = None
     if runs.of is Pass.DV and runs.adds_flows:
-        p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
+        if p_slot is None:
+            p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
         p = runs.tiles.at[p_slot]
         den = den + wide_run_flows.within_chunk(runs, item, mine, chunk, exact, p)
-        if seen_within:
-            leave_seen_within(runs, item, mine, chunk, runs.tiles.at[y_slot], p)
-            runs.let_go(y_slot)
     if mine.powers is not None and runs.by_values:
         # A row's shares may be far below the bound for its head, and would lose digits.
         raised = powers.power_of(jnp.max(jnp.abs(exact), axis=1), wide_powers.MOST_OF_ROWS)

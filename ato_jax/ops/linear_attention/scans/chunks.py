@@ -11,7 +11,11 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.decay import MOST_LOST_IN_FLOAT16, MOST_LOST_OF_CHUNK
+from ato_jax.ops.linear_attention.decay import (
+    MOST_LOST_IN_FLOAT16,
+    MOST_LOST_OF_BOTH_SIDES,
+    MOST_LOST_OF_CHUNK,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.triton.arithmetic import LOG2_E as LOG2_E
 
@@ -68,6 +72,8 @@ def heads_of_tile(spec: LinearAttentionSpec) -> int:
 
 def most_lost(spec: LinearAttentionSpec) -> float:
     """How much a half of a chunk that is not steep may lose, an exponent of 2."""
+    if not spec.causal and (in_runs(spec) or max(spec.D, spec.V) > TILE_COLUMNS):
+        return MOST_LOST_OF_BOTH_SIDES
     return MOST_LOST_IN_FLOAT16 if spec.dtype == "float16" else MOST_LOST_OF_CHUNK
 
 

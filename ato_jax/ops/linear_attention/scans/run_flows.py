@@ -28,7 +28,8 @@ A'_j of those with i < j,
 
     F(t + 1) = F(t) + (A_t - A'_t) - (R_t - R'_t)
 
-and Y has the inner products of both exchanges. Here a pair of a row with itself counts for nothing.
+and Y has the inner products of both exchanges. Here a pair of a row with itself counts for
+nothing, so that few chunks are steep.
 """
 
 from __future__ import annotations
