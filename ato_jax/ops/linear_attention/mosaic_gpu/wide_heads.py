@@ -31,7 +31,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state, whole_sums
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_factors import Factors, factors_of
-from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import Arrays, Beyond, Left, Pass
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_arrays import Arrays, Beyond, Left, Pass
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_runs import (
     whole_units,
     wide_key_gradients,

@@ -36,6 +36,7 @@ from jax.experimental import pallas as pl
 from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_arrays import Pass
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_numbers import (
     Found,
     Own,
@@ -47,7 +48,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_numbers import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     UNIT,
-    Pass,
     Runs,
     columns_of,
     rows_of,

@@ -13,8 +13,8 @@ from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load
 from ato_jax.ops.linear_attention.mosaic_gpu import powers, wide_powers
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_arrays import Pass
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
-    Pass,
     Runs,
     columns_of,
     rows_of,

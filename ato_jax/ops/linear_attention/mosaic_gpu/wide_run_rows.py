@@ -21,6 +21,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     wide_run_flows,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_arrays import Pass
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_numbers import (
     Found,
     Own,
@@ -37,7 +38,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_numbers import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     UNIT,
-    Pass,
     Runs,
     each,
     rows_of,

@@ -1,13 +1,11 @@
-"""The arrays of the passes in `wide_runs.py`, in global and in shared memory, and the order in
-which a unit of rows takes its tiles."""
+"""The shared memory of the passes in `wide_runs.py`, and the order in which a unit takes its tiles."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ from ato_jax.mosaic import F32, HALF, Array, Buffer, Item, Ring, Role, Signal
 from ato_jax.mosaic.tiles import tiled
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, row_copies
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_arrays import Arrays, Pass
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -31,71 +30,6 @@ ROLES = mosaic.Roles((OWN, MEMORY, FEATURES))
 # registers than it has at its launch.
 MOST_COLUMNS = 128
 SHARED = 224 * 1024  # bytes of tiles, beside which vectors and barriers have room
-
-
-class Pass(enum.Enum):
-    OUT = "wide_output"
-    DQ = "wide_query_gradient"
-    DV = "wide_value_gradient"
-    DK = "wide_key_gradient"
-
-
-class Beyond(NamedTuple):
-    """The fields of `Arrays` that differ by side, for the other side of a run. A pass whose rows
-    see both sides reads these, too."""
-
-    states: Any
-    vectors: Any
-    limit: Any
-    reads: Any
-    reads_of_chunk: Any = None
-
-
-class Arrays(NamedTuple):
-    """A pass's inputs, in the order of its operands: x, y and p of its table; S and z or R and u as
-    `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q; and v for DV
-    where a decay is per head, which is the x of DK.
-
-    Four are of `wide_factors.Factors`, where there are any: `sums`; `limit`, the first row that a
-    row sees, or from the end the last one; what it reads of its run's state; and, for DQ, of its
-    chunk's. `beyond` has those of the other side, where rows see both; and `undivided` then says
-    which runs are of one document. In float16 `powers` [B, G, 3 or 5] float32 are those of
-    `wide_powers.py`."""
-
-    x: Any
-    y: Any
-    p: Any
-    states: Any
-    vectors: Any
-    reader: Any = None
-    inverse: Any = None
-    e: Any = None
-    held: Any = None
-    sums: Any = None
-    limit: Any = None
-    reads: Any = None
-    reads_of_chunk: Any = None
-    powers: Any = None
-    beyond: Beyond | None = None
-    undivided: Any = None
-
-
-class Left(NamedTuple):
-    """The outputs of a pass. With a normaliser DQ writes `inverse` and `e`. With a causal decay per
-    step DQ and DK write `flows`, the numbers of rows from which its gradient is made
-    (`scans/flows.py`); with any other decay DQ and DV do, and where rows see both sides
-    `flows_beyond`, too, while DV writes `within` and `seen_within` (`wide_run_flows.py`). In
-    float16 DQ writes the largest magnitude in each row of phi(q) and of g."""
-
-    found: Any
-    inverse: Any = None
-    e: Any = None
-    flows: Any = None
-    flows_beyond: Any = None
-    within: Any = None
-    seen_within: Any = None
-    features: Any = None
-    cotangents: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

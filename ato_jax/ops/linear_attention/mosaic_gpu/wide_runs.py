@@ -61,6 +61,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_ROWS, Item, load
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, wide_powers
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_arrays import Arrays, Left, Pass
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_rows import own_rows
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     FEATURES,
@@ -68,15 +69,13 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     OWN,
     ROLES,
     UNIT,
-    Arrays,
-    Left,
-    Pass,
     Runs,
     Storage,
     columns_of,
     each,
     rows_of,
 )
+from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
