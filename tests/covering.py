@@ -421,11 +421,6 @@ MOSAIC = Space(
     rules=(
         NORMALIZER_RULE,
         Rule(
-            ("feature_map", "decay"),
-            lambda feature_map, decay: feature_map != "elu1" and decay == "channel",
-            "takes feature_map='elu1' with gates per channel",
-        ),
-        Rule(
             ("decay", "causal"),
             lambda decay, causal: decay == "channel" and not causal,
             "does not support a decay per channel without causal",

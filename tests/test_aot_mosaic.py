@@ -152,6 +152,16 @@ CALLS = [
             "causal_wide_key_gradients": 192,
         },
     ),
+    (
+        Call(4, 4096, 16, 128, decay="channel", feature_map="identity", normalize=False),
+        8,
+        {
+            "channel_sums": 8,
+            "channel_output": 1892,  # most of it for turns of a steep chunk
+            "channel_query_gradient": 20,
+            "channel_key_gradient": 32,
+        },
+    ),
 ]
 # Gates of heads take the kernels of those of steps. A change to the kernels of the first call shows
 # on every run in their modules' text, which tests/test_mosaic_kit.py compares for fewer rows.

@@ -43,6 +43,9 @@ MOST_LOST_OF_BOTH_SIDES = 384.0
 # Hopper's kernels, a decay per step and channel: m is the middle of a turn of 2 to 64 rows, and a
 # half of two rows, which is one step, must never be steep.
 MOST_LOST_OF_TURN = 80.0
+# The same kernels where features may be as large as exp's, or where the gradients read features of
+# 0 as 2^-60 (`features.of_flows`), which is normal in bfloat16 beside a factor of 2^-60.
+MOST_LOST_OF_TURN_ANY_MAP = 60.0
 # Triton's kernels, prepared features (`triton/prepared/`): m is the middle of a run of 128 rows.
 # Factors from 2^-70 to 2^70 leave the features as much again.
 MOST_LOST_OF_RUN = 70.0
@@ -55,6 +58,12 @@ MOST_LOST_EXACTLY = 11.5
 
 # Multiples of this, up to 2^24 of them, are added by float32 without rounding.
 EXACT_STEP = 2.0**-8
+
+
+def most_lost_of_turn(spec: LinearAttentionSpec) -> float:
+    """How much of its log2 half of a turn may lose, with a decay per step and channel on Hopper."""
+    is_bounded = spec.feature_map.name in ("elu1", "relu", "relu2", "softplus")
+    return MOST_LOST_OF_TURN if is_bounded else MOST_LOST_OF_TURN_ANY_MAP
 
 
 def most_lost_at_once(spec: LinearAttentionSpec) -> float:

@@ -19,7 +19,7 @@ units (`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers
 and means (`whole_units.py`). Up to 128 columns the kernels of wide heads take bidirectional calls
 with segments or a decay in float16, and with both in either dtype. Kernels of their own take
 float32 of up to 128 columns (`float32*.py`). phi is any elementwise map that Mosaic GPU lowers
-(`feature_maps.py`); with gates of channels it is elu + 1. Features of FAVOR+ in bfloat16 are
+(`feature_maps.py`). Features of FAVOR+ in bfloat16 are
 arrays, and their number is D (`projected.py`); where every query sees every key, gradients are made
 without such arrays (`projected_whole.py`).
 Lengths are rows that do not count (`steps.py`), causal segments masks (`chunk_borders.py`). Other
@@ -125,9 +125,9 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs {lacking}, got D={spec.D}, V={spec.V}"
     if frame.heads_of_tile(spec) == 2 and (lacking := refusals.unsupported_pairs(spec)):
         return f"{lacking} where D and V are at most {mosaic.HALF}, got {spec.H} and {spec.G}"
-    if spec.decay == "channel" and spec.feature_map.name != "elu1":
-        return f"takes feature_map='elu1' with gates per channel, got {spec.feature_map.name!r}"
     if lacking := feature_maps.unsupported(spec.feature_map):
+        return lacking
+    if spec.decay == "channel" and (lacking := refusals.unsupported_padding(spec)):
         return lacking
     if spec.decay == "channel" and not spec.causal:
         return "does not support a decay per channel without causal=True"

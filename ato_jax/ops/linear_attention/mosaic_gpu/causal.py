@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from ato_jax import mosaic
 from ato_jax.ops.linear_attention.alignment import runs_of_keys
+from ato_jax.ops.linear_attention.decay import most_lost_of_turn
 from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     causal_pieces,
@@ -152,7 +153,7 @@ def _keep_by_channel(
     edges = join_pieces((kv, k_sum), start, jnp.exp2(lost))
     ahead = edges[0][:, :, : deal.pieces].astype(jnp.bfloat16), edges[1][:, :, : deal.pieces]
     state = LinearState(jnp.swapaxes(edges[0][:, :, -1], 2, 3), edges[1][:, :, -1])
-    turns = channel.turns_of(least)
+    turns = channel.turns_of(least, most_lost_of_turn(spec))
     steep = _any_in_pieces(deal, turns > 1)
     out, *kept = channel_output(spec, deal, q, k, v, *ahead, gates, turns, steep, features)
     found = den = None

@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 
 from ato_jax import mosaic
-from ato_jax.mosaic import ALIKE, F32, HALF
+from ato_jax.mosaic import ALIKE, HALF
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY_IN_FLOAT16 as LEAST_DECAY
 from ato_jax.ops.linear_attention.decay import MOST_LOST_OF_TURN as MOST_LOST
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
@@ -151,25 +151,23 @@ def halves(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first, both - first
 
 
-def map_keys_in_place(
+def map_in_place(
     spec: LinearAttentionSpec,
     ref: Any,
     half: int,
     exponents: jax.Array,
     turn: Turn | None = None,
+    *,
+    are_keys: bool = False,
+    for_flows: bool = False,
 ) -> None:
-    """`map_in_place` of half a tile of keys; 0 in columns that the head does not have."""
-    x = feature_maps.keys(spec, mosaic.load(ref), half * HALF)
-    _store_features(ref, x, exponents, turn)
-
-
-def map_in_place(ref: Any, exponents: jax.Array, turn: Turn | None = None) -> None:
-    """Features of a tile times exp2 of exponents, rounded once; 0 in all but the turn's rows."""
-    _store_features(ref, mosaic.load(ref), exponents, turn)
-
-
-def _store_features(ref: Any, x: jax.Array, exponents: jax.Array, turn: Turn | None) -> None:
-    found = feature_maps.unrounded_decayed_features_of(x.astype(F32), exponents)
+    """Features of half a tile times exp2 of exponents, rounded once; 0 in all but the turn's rows,
+    and those of keys in columns that the head does not have. `for_flows`: that the gradients read
+    them (`features.of_flows`)."""
+    maps, x, first = feature_maps.features(spec), mosaic.load(ref), half * HALF
+    if are_keys:
+        x = maps.present(x, first)
+    found = maps.decayed(x, exponents, first, for_flows)
     if turn is not None:
         row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=mosaic.TILE)
         found = jnp.where(turn.has(row), found, 0.0)
@@ -177,7 +175,7 @@ def _store_features(ref: Any, x: jax.Array, exponents: jax.Array, turn: Turn | N
     ref[...] = mosaic.rounded(found)
 
 
-def turns_of(least: jax.Array) -> jax.Array:
+def turns_of(least: jax.Array, most_lost: float = MOST_LOST) -> jax.Array:
     """How many turns each chunk takes, [B, tiles, chunks].
 
     `least` [B, tiles, chunks, 2, C] is, for each half of a tile's columns, the least over these
@@ -187,4 +185,4 @@ def turns_of(least: jax.Array) -> jax.Array:
     instead = np.ones(C, np.int32)
     for n in _HALVES:
         instead[n - 2 : 2 * n - 2] = n
-    return jnp.max(jnp.where(least < -MOST_LOST, instead, 1), axis=(3, 4))
+    return jnp.max(jnp.where(least < -most_lost, instead, 1), axis=(3, 4))

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, narrow
+from ato_jax.ops.linear_attention.fits import FILLERS
+from ato_jax.ops.linear_attention.mosaic_gpu import narrow
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
 COLUMNS = 128  # of a block, at most
@@ -119,7 +120,7 @@ def arrays_in_blocks(spec: LinearAttentionSpec, cut: Cut, inputs: Inputs) -> Inp
     state = inputs.initial_state
     return inputs._replace(
         q=_parted(spec, inputs.q, *of_features),
-        k=_parted(spec, inputs.k, *of_features, feature_maps.LEAST_KEY),
+        k=_parted(spec, inputs.k, *of_features, FILLERS.get(spec.feature_map.name, 0.0)),
         v=values_in_blocks(spec, cut, inputs.v),
         decay=_parted(spec, inputs.decay, *of_features),
         initial_state=None if state is None else state_in_blocks(cut, state),

@@ -16,6 +16,11 @@ In a piece with steep chunks a step is a turn (`channel.py`), and the chunk is l
 of its turns. A turn's outputs are 0 in all rows but its own, so the outputs of a chunk's turns are
 added up.
 
+Features of either sign cancel in these products, and roundings do not. Each rounding of q^, k~, S
+or w, and out is then off by 1.7e-3, the four of them by 3.3e-3, which is twice what rounding out
+alone leaves, and all that is allowed. So there S and w are multiplied in two parts, rounded and
+what that leaves off; one part of S after the other is in shared memory.
+
 Where a tile holds two heads, "half" means one of them, and products are over its 64 columns. Where
 heads are cut into blocks (`channel_blocks.py`), the kernel leaves numerators and denominators in
 place of out.
@@ -53,7 +58,9 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 # Slots of q and k, of v, and of gates.
 STAGES, V_STAGES, GATES_STAGES = 2, 2, 1
 WARPGROUPS = 5
-VALUES_REGISTERS, FEATURES_REGISTERS, MEMORY_REGISTERS = 136, 88, 32
+MEMORY_REGISTERS = 32
+# Registers of values and features, by whether S and w are multiplied in two parts.
+OWN_REGISTERS = {False: (136, 88), True: (160, 64)}
 
 
 def each_step(
@@ -125,6 +132,8 @@ def channel_output(
     group_size = spec.H // spec.G
     adds_up = channel_blocks.adds_up(spec)
     leaves_den = adds_up and spec.normalize
+    in_two_parts = not spec.feature_map.nonnegative
+    values_registers, features_registers = OWN_REGISTERS[in_two_parts]
     scratch = dict(
         q_s=tiling.tiles(STAGES),
         k_s=tiling.tiles(STAGES),
@@ -296,8 +305,9 @@ def channel_output(
                     mosaic.store_transposed(z_rows, totals.astype(BF16))
                 plgpu.barrier_wait(loaded.at[slot])
                 onto_s.at[slot, columns][...] = onto
-                channel.map_in_place(own_q, since, turn)
-                channel.map_keys_in_place(spec, own_k, half, -since, turn)
+                kept: Any = {"for_flows": keeps_features}
+                channel.map_in_place(spec, own_q, half, since, turn, **kept)
+                channel.map_in_place(spec, own_k, half, -since, turn, are_keys=True, **kept)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if keeps_features and turn is None:
@@ -331,24 +341,33 @@ def channel_output(
                 plgpu.barrier_wait(mapped.at[slot])
                 onto = mosaic.in_rows(load(onto_s.at[(slot, *own)], OF_COLUMNS), HALF)
                 S = S * onto * onto
+                q, k = (tiling.head_in(tiles, slot, half) for tiles in (q_s, k_s))
+                of_rest: Any = None
+                if in_two_parts:
+                    s_s.at[half][...] = mosaic.rounded(S - mosaic.rounded(S).astype(F32))
+                    plgpu.commit_smem()
+                    (of_rest,) = multiply((mosaic.zeros(C, HALF), [(q, s_s.at[half].T)]))
+                    plgpu.commit_smem()  # all warps have multiplied by it
                 s_s.at[half][...] = S.astype(BF16)
                 plgpu.barrier_wait(v_loaded.at[v_slot])
                 plgpu.commit_smem()
-                q, k = (tiling.head_in(tiles, slot, half) for tiles in (q_s, k_s))
                 w, out, S = multiply(
                     (mosaic.zeros(C, C), [(q, k.T)]),
-                    (mosaic.zeros(C, HALF), [(q, s_s.at[half].T)]),
+                    (of_rest if in_two_parts else mosaic.zeros(C, HALF), [(q, s_s.at[half].T)]),
                     (S, [(values.T, k)]),
                 )
                 plgpu.barrier_arrive(free.at[slot])
                 w = jnp.where(mosaic.hidden_position(0) >= mosaic.hidden_position(1), w, 0.0)
                 # Rounded in pairs: behind the choice each would be by itself.
-                w = mosaic.rounded(lax.optimization_barrier(w))
-                (out,) = multiply((out, [(w, values)]))
+                w = lax.optimization_barrier(w)
+                parts = [mosaic.rounded(w)]
+                if in_two_parts:
+                    parts.append(mosaic.rounded(w - parts[0].astype(F32)))
+                (out,) = multiply((out, [(part, values) for part in parts]))
                 factor: Any = spec.scale
                 of_row: Any = None
                 if spec.normalize:
-                    den = jnp.sum(w.astype(F32), axis=1)
+                    den = jnp.sum(w if in_two_parts else parts[0].astype(F32), axis=1)
                     plgpu.barrier_wait(den_known.at[v_slot])
                     for number in range(2) if heads == 1 else (half,):
                         den = den + load(den_s.at[v_slot, number], OF_ROWS)
@@ -405,7 +424,7 @@ def channel_output(
 
             @pl.when(mosaic.group() == FEATURES + half)
             def _features(half: int = half) -> None:
-                mosaic.set_registers(FEATURES_REGISTERS, WARPGROUPS)
+                mosaic.set_registers(features_registers, WARPGROUPS)
                 mosaic.store_transposed(ones_s.at[half], mosaic.ones(C, ALIKE))
                 channel.store_halves(halves_s.at[half])
                 if half == 0:
@@ -419,7 +438,7 @@ def channel_output(
 
         @pl.when(mosaic.group() < MEMORY)
         def _values() -> None:
-            mosaic.set_registers(VALUES_REGISTERS, WARPGROUPS)
+            mosaic.set_registers(values_registers, WARPGROUPS)
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 

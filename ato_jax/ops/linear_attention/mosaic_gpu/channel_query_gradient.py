@@ -48,7 +48,13 @@ from ato_jax.mosaic import (
     multiply,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    channel,
+    channel_blocks,
+    chunk_decay,
+    feature_maps,
+    frame,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -291,10 +297,9 @@ def channel_query_gradient(
                 pl.when(chunk > 0)(lambda: give_back(chunk - 1))
                 flow_s.at[half][...] = mosaic.rounded(read).astype(F32) * D
                 plgpu.barrier_wait(x_loaded)
-                # phi(x) = (max(x, 0) + 1) phi'(x)
-                over = jnp.maximum(load(x_s.at[half]).astype(F32), 0.0) + 1.0
+                of_flow = feature_maps.features(spec).slope_by_feature(load(x_s.at[half]))
                 dq_s = q_s.at[q_slot, half]
-                dq_s[...] = mosaic.rounded(read * D / over)
+                dq_s[...] = mosaic.rounded(of_flow(read * D))
                 if row_refs and spec.normalize and heads == 1:
                     rows_s.at[half][...] = jnp.where(half == 0, of_row, e)
                 elif row_refs and spec.normalize:

@@ -166,7 +166,7 @@ def channel_sums(
                 keeps = jnp.exp2(total)
                 plgpu.barrier_wait(loaded.at[slot])
                 keeps_s.at[slot, columns][...] = jnp.max(keeps, axis=1)
-                channel.map_keys_in_place(spec, own, half, until_end)
+                channel.map_in_place(spec, own, half, until_end, are_keys=True)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 (z,) = mosaic.multiply((z * keeps, [(own.T, ones.T)]))

@@ -7,6 +7,9 @@ A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows
     phi.keys(x, exponents)     phi(x), with a decay times exp2 of each row's exponent, rounded once;
                                0 in columns that the head does not have
     phi.unrounded(x)           phi(x) in float32
+    phi.decayed(x, exponents, first)  phi(x) times exp2 of an exponent for each element, float32;
+                               with `for_flows`, of phi(x) as `features.of_flows` has it
+    phi.slope_by_feature(x)    a function of y, y phi'(x) / phi(x), with phi(x) of `for_flows`
     phi.slope(x)               phi's derivative in float32
     phi.slope_of(x, phi_x)     the same where both x and phi(x) are at hand
     phi.transposed_keys(x, first)  phi(x) of a transposed tile [columns, rows], whose first row is
@@ -19,8 +22,7 @@ A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows
 elu(x) + 1 has fast paths of its own: in bfloat16 two elements take one instruction, and its
 derivative is the smaller of it and 1, which is known where phi(x) replaced x (`slope_is_known`).
 Any other map is traced, with its derivative, and primitives that Mosaic GPU does not lower are
-replaced by others. The functions without a class are also those of the kernels for gates of
-channels, which take no other map.
+replaced by others.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import jax.numpy as jnp
 
 from ato_jax import meshes, mosaic
 from ato_jax.mosaic import F32, HALF
-from ato_jax.ops.linear_attention.features import FeatureMap
+from ato_jax.ops.linear_attention.features import FeatureMap, of_flows, slope_by_feature
 from ato_jax.ops.linear_attention.fits import LEAST_KEY as LEAST_KEY
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E
@@ -76,7 +78,7 @@ def decayed_features_of(x: jax.Array, exponents: jax.Array) -> jax.Array:
 
 
 def unrounded_decayed_features_of(x: jax.Array, exponents: jax.Array) -> jax.Array:
-    """The same of x in float32, with an exponent of its own for each element."""
+    """elu(x) + 1 times exp2 of an exponent for each element, of x in float32."""
     factor = jnp.exp2(exponents)
     raised = jnp.exp2(jnp.minimum(x, 0.0) * LOG2_E + exponents)
     return jnp.maximum(x * factor + factor, raised)
@@ -156,6 +158,16 @@ class Elu1:
     def keys(self, x: jax.Array, exponents: jax.Array | None = None, first: Any = 0) -> jax.Array:
         return features_of(x) if exponents is None else decayed_features_of(x, exponents)
 
+    def decayed(
+        self, x: jax.Array, exponents: jax.Array, first: Any = 0, for_flows: bool = False
+    ) -> jax.Array:
+        return unrounded_decayed_features_of(x.astype(F32), exponents)
+
+    def slope_by_feature(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        # phi(x) = (max(x, 0) + 1) phi'(x)
+        over = jnp.maximum(x.astype(F32), 0.0) + 1.0
+        return lambda y: y / over
+
     def slope(self, x: jax.Array) -> jax.Array:
         return jnp.exp2(jnp.minimum(x.astype(F32), 0.0) * LOG2_E)
 
@@ -203,12 +215,34 @@ class Traced:
 
     def unrounded(self, x: jax.Array, first: Any = 0) -> jax.Array:
         (phi,) = self._evaluated(x.shape, False)(x.astype(F32))
+        return self._within(phi, first)
+
+    def decayed(
+        self, x: jax.Array, exponents: jax.Array, first: Any = 0, for_flows: bool = False
+    ) -> jax.Array:
+        if self.map.name == "exp":
+            # One exponential, which cannot overflow unless the result does.
+            return self._within(jnp.exp2(x.astype(F32) * LOG2_E + exponents), first)
+        (phi,) = self._evaluated(x.shape, False)(x.astype(F32))
+        if for_flows:
+            phi = of_flows(self.map, phi)
+        return self._within(phi * jnp.exp2(exponents), first)
+
+    def slope_by_feature(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        if self.map.name == "exp":
+            return lambda y: y
+        (phi,) = self._evaluated(x.shape, False)(x.astype(F32))
+        factor = slope_by_feature(self.map, phi, self.slope(x))
+        return lambda y: y * factor
+
+    def _within(self, phi: jax.Array, first: Any) -> jax.Array:
+        """phi of the columns from `first` on, and 0 in those that the head does not have."""
         if self.width is None:
             return phi
-        first = 0 if self.in_pairs else first
-        if isinstance(first, int) and first + x.shape[1] <= self.width:
+        first, shape = 0 if self.in_pairs else first, phi.shape
+        if isinstance(first, int) and first + shape[1] <= self.width:
             return phi
-        column = first + plgpu.broadcasted_iota(jnp.int32, x.shape, dimension=1, layout=mosaic.TILE)
+        column = first + plgpu.broadcasted_iota(jnp.int32, shape, dimension=1, layout=mosaic.TILE)
         return jnp.where(column < self.width, phi, 0.0)
 
     def present(self, x: jax.Array, first: Any = 0) -> jax.Array:

@@ -67,6 +67,8 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"takes elementwise feature maps and favor, {spec.feature_map.name} is neither"
     if spec.dtype != "bfloat16":
         return f"needs bfloat16 with features that are not elementwise, got {spec.dtype}"
+    if spec.decay == "channel":
+        return "does not support a decay per channel with features that are not elementwise"
     if phase == "forward" or is_whole(spec):
         ragged = spec.T % frame.ROWS_OF_A_TILE or spec.S % frame.ROWS_OF_A_TILE
         if is_whole(spec) and ragged:

@@ -4,7 +4,14 @@ rows. Each function says what is lacking, or None."""
 from __future__ import annotations
 
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention.mosaic_gpu import frame, narrow, powers, whole_units
+from ato_jax.ops.linear_attention.fits import FILLERS
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    channel_blocks,
+    frame,
+    narrow,
+    powers,
+    whole_units,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -83,6 +90,20 @@ def unsupported_both_ways(spec: LinearAttentionSpec, phase: str) -> str | None:
         # less: on an H200 it was 5.7e-3 off, of 4e-3, beside 1,096 rows.
         return "the gradients of a normalizer beside an initial_state"
     return None
+
+
+def unsupported_padding(spec: LinearAttentionSpec) -> str | None:
+    """Where XLA would have to pad keys of heads that are cut (`channel_blocks.py`)."""
+    if not channel_blocks.is_cut(spec) or spec.feature_map.name in FILLERS:
+        return None
+    cut = channel_blocks.in_blocks(spec)
+    if cut.feature_blocks * cut.width == spec.D:
+        return None
+    step = cut.feature_blocks * narrow.STEP
+    return (
+        f"needs D above {channel_blocks.COLUMNS} to be a multiple of {step} with a decay per "
+        f"channel and a feature_map without a name, got {spec.D}"
+    )
 
 
 def unsupported_pairs(spec: LinearAttentionSpec) -> str | None:

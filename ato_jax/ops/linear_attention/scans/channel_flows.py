@@ -3,7 +3,7 @@
 With the flows of the queries R = phi(q) d_phi_q and of the keys A = phi(k) d_phi_k, and E the
 product of the state at the start of a run and its cotangent there,
 
-    dk_t = A_t / (max(k_t, 0) + 1)           d_decay_t = E + sum_{s < t} (A_s - R_s)
+    dk_t = A_t phi'(k_t) / phi(k_t)          d_decay_t = E + sum_{s < t} (A_s - R_s)
 
 with sums over the steps of the run. It computes row by row except for that sum, and memory bounds
 it: one kernel that Pallas lowers to Triton, or XLA where JAX cannot lower to Triton.
@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
+from ato_jax.ops.linear_attention.features import slope_by_feature
 from ato_jax.ops.linear_attention.scans.chunks import RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -36,7 +37,8 @@ def of_flows(
 ) -> tuple[jax.Array, jax.Array]:
     """dk and the decays' gradient, from both flows, arrays like k in float32, and E
     [B, H, runs, D], whose D may be a tile's, which is larger than k's."""
-    if launch.no_triton is not None:
+    # Pallas need not lower a map that is traced to Triton.
+    if launch.no_triton is not None or spec.feature_map.name == "custom":
         return _of_flows_by_xla(spec, k, of_queries, of_keys, crossing)
     width = k.shape[-1]
     slices = pl.cdiv(width, COLUMNS)
@@ -68,9 +70,7 @@ def of_flows(
                 plgpu.store(ref.at[at], tile.astype(ref.dtype), mask=exist)
 
             k, of_keys, of_queries = map(load, (k_ref, of_keys_ref, of_queries_ref))
-            # phi(k) = (max(k, 0) + 1) phi'(k)
-            over = jnp.maximum(k.astype(jnp.float32), 0.0) + 1.0
-            store(dk_ref, of_keys / over)
+            store(dk_ref, _of_keys(spec, k, of_keys))
             passing = of_keys - of_queries
             store(d_gates_ref, crossing[None, :] + (jax.lax.cumsum(passing, axis=0) - passing))
             return crossing + jnp.sum(passing, axis=0)
@@ -99,6 +99,18 @@ def of_flows(
     return tuple(found)
 
 
+def _of_keys(spec: LinearAttentionSpec, k: jax.Array, flow: jax.Array) -> jax.Array:
+    """dk, from the flow phi(k) d_phi."""
+    k = k.astype(jnp.float32)
+    if spec.feature_map.name == "elu1":
+        # phi(k) = (max(k, 0) + 1) phi'(k)
+        return flow / (jnp.maximum(k, 0.0) + 1.0)
+    if spec.feature_map.name == "exp":
+        return flow
+    phi, slope = jax.jvp(spec.feature_map, (k,), (jnp.ones_like(k),))
+    return flow * slope_by_feature(spec.feature_map, phi, slope)
+
+
 def _of_flows_by_xla(
     spec: LinearAttentionSpec,
     k: jax.Array,
@@ -108,8 +120,7 @@ def _of_flows_by_xla(
 ) -> tuple[jax.Array, jax.Array]:
     width = k.shape[-1]
     crossing = crossing[..., :width]
-    # phi(k) = (max(k, 0) + 1) phi'(k)
-    dk = of_keys / (jnp.maximum(k.astype(jnp.float32), 0.0) + 1.0)
+    dk = _of_keys(spec, k, of_keys)
     passing = of_keys - of_queries
     passing = passing if spec.layout == "bhtd" else jnp.swapaxes(passing, 1, 2)
     runs = crossing.shape[2]
