@@ -494,11 +494,6 @@ MOSAIC = Space(
             "does not support segments without causal=True but of D = V",
         ),
         Rule(
-            ("segments", "decay"),
-            lambda segments, decay: segments != "none" and decay == "channel",
-            "does not support segments with a decay per channel",
-        ),
-        Rule(
             ("lengths", "decay"),
             lambda lengths, decay: lengths == "odd" and decay == "channel",
             "multiples of 8",

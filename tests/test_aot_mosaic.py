@@ -162,6 +162,16 @@ CALLS = [
             "channel_key_gradient": 32,
         },
     ),
+    (
+        Call(4, 4096, 16, 128, decay="channel", segments=True),
+        13,
+        {
+            "channel_sums": 68,
+            "channel_output": 1938,
+            "channel_query_gradient": 388,
+            "channel_key_gradient": 204,
+        },
+    ),
 ]
 # Gates of heads take the kernels of those of steps. A change to the kernels of the first call shows
 # on every run in their modules' text, which tests/test_mosaic_kit.py compares for fewer rows.

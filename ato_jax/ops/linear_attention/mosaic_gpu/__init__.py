@@ -19,12 +19,11 @@ units (`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers
 and means (`whole_units.py`). Up to 128 columns the kernels of wide heads take bidirectional calls
 with segments or a decay in float16, and with both in either dtype. Kernels of their own take
 float32 of up to 128 columns (`float32*.py`). phi is any elementwise map that Mosaic GPU lowers
-(`feature_maps.py`). Features of FAVOR+ in bfloat16 are
-arrays, and their number is D (`projected.py`); where every query sees every key, gradients are made
-without such arrays (`projected_whole.py`).
-Lengths are rows that do not count (`steps.py`), causal segments masks (`chunk_borders.py`). Other
-numbers of columns, heads and rows, and other lengths, are made to fit (`fitted.py`). All else is
-Triton's.
+(`feature_maps.py`). Features of FAVOR+ in bfloat16 are arrays, and their number is D
+(`projected.py`); where every query sees every key, gradients are made without such arrays
+(`projected_whole.py`). Lengths are rows that do not count (`steps.py`), causal segments masks
+(`chunk_borders.py`). Other numbers of columns, heads and rows, and other lengths, are made to fit
+(`fitted.py`). All else is Triton's.
 """
 
 from __future__ import annotations

@@ -146,16 +146,21 @@ def _keep_by_channel(
     q, k, v, gates = inputs.q, inputs.k, inputs.v, inputs.decay
     assert gates is not None
     of_keys = dataclasses.replace(deal, heads=spec.G // frame.heads_of_tile(spec))
-    kv, k_sum, lost, least = channel_sums(spec, of_keys, k, v, gates)
+    borders = of_sequence(spec, deal, runs_of_keys(spec, inputs))
+    kv, k_sum, lost, least = channel_sums(spec, of_keys, k, v, gates, borders)
     start = None
     if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
-    edges = join_pieces((kv, k_sum), start, jnp.exp2(lost))
+    keeps = jnp.exp2(lost)
+    if borders.keeps is not None:
+        keeps = keeps * borders.keeps[..., None]
+    edges = join_pieces((kv, k_sum), start, keeps)
     ahead = edges[0][:, :, : deal.pieces].astype(jnp.bfloat16), edges[1][:, :, : deal.pieces]
     state = LinearState(jnp.swapaxes(edges[0][:, :, -1], 2, 3), edges[1][:, :, -1])
     turns = channel.turns_of(least, most_lost_of_turn(spec))
     steep = _any_in_pieces(deal, turns > 1)
-    out, *kept = channel_output(spec, deal, q, k, v, *ahead, gates, turns, steep, features)
+    of_chunks = gates, turns, steep
+    out, *kept = channel_output(spec, deal, q, k, v, *ahead, *of_chunks, features, borders)
     found = den = None
     if channel_blocks.adds_up(spec) and spec.normalize:
         den, *kept = kept

@@ -11,6 +11,9 @@ taken in 2, 4, .. turns: a turn is some rows of the chunk, with a middle of thei
 of 0 in all other rows. There are as many turns as it takes until no half of a turn loses that much.
 With `MOST_TURNS`, which are pairs of rows, none can.
 
+Segments are masks (`chunk_borders.py`), of chunks and of turns alike (`channel_turns.py`). The
+gates of steps that begin a segment count as 0, so that a border makes no chunk steep.
+
 Sums of gates over rows are matrix products. One factor holds the gates in float16, divided by
 `UNIT`; the other, called weights below, holds 0, `UNIT` and -`UNIT`. Rounding a gate to float16
 changes it by at most 2^-11 of itself, so a pair's exponent x is off by at most |x| 2^-11, and its
@@ -34,12 +37,14 @@ from ato_jax.mosaic import ALIKE, HALF
 from ato_jax.ops.linear_attention.decay import LEAST_DECAY_IN_FLOAT16 as LEAST_DECAY
 from ato_jax.ops.linear_attention.decay import MOST_LOST_OF_TURN as MOST_LOST
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN as CHUNKS
 from ato_jax.ops.linear_attention.scans.chunks import RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 F16 = jnp.float16
+NO_BORDERS = Borders()
 
 MOST_TURNS = C // 2
 # Gates to base 2 are divided by it: then float16 holds them from -72 (`LEAST_DECAY`) up to -2e-7
@@ -61,6 +66,10 @@ class Turn(NamedTuple):
     rows: Any
     middle: Any
 
+    @property
+    def last(self) -> Any:
+        return self.first + self.rows - 1
+
     def has(self, row: jax.Array) -> jax.Array:
         return (row >= self.first) & (row < self.first + self.rows)
 
@@ -78,10 +87,20 @@ def shared(spec: LinearAttentionSpec, *shape: int) -> Any:
     return frame.tiling(spec).shared(*shape, dtype=F16)
 
 
-def round_gates(gates_ref: Any, rounded_ref: Any) -> None:
+def round_gates(gates_ref: Any, rounded_ref: Any, borders: Borders = NO_BORDERS) -> None:
     """Rounds gates [C, HALF] from float32 and natural logarithms to float16, to base 2, divided by
-    `UNIT`."""
+    `UNIT`. Those of steps that begin a segment are 0."""
     gates = jnp.maximum(mosaic.load(gates_ref), LEAST_DECAY) * (frame.LOG2_E / UNIT)
+
+    def without_borders() -> jax.Array:
+        row = plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=mosaic.OF_ROWS)
+        begins = mosaic.load(borders.rows, mosaic.OF_ROWS, optimized=False)
+        # A row begins a segment where it is the first of its own; all rows ahead of `reads` are of
+        # the segment of the chunk before, and for them `begins` is 0.
+        own = mosaic.in_columns(jnp.where(row >= borders.reads, begins, -1), HALF)
+        return jnp.where(own == mosaic.in_columns(row, HALF), 0.0, gates)
+
+    gates = borders.either(without_borders, lambda: gates)
     rounded_ref[...] = lax.optimization_barrier(gates.astype(F16))
 
 

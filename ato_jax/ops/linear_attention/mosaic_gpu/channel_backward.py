@@ -14,6 +14,8 @@ cotangent, summed over V. A pair (i, j) of rows on the same side of step t does 
 gate, and has to cancel in these sums. It does: both flows make the pairs of a run of the same
 rounded factors, and rows read the same rounded state that E is made of.
 
+Beside segments all sums are over the rows of one segment (`chunk_borders.py`).
+
 If any chunk of the call is steep (`channel.py`), the gradients are another backend's.
 """
 
@@ -26,10 +28,12 @@ import jax
 import jax.numpy as jnp
 
 from ato_jax import mosaic
+from ato_jax.ops.linear_attention.alignment import runs_of_keys
 from ato_jax.ops.linear_attention.mosaic_gpu import channel_blocks, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient import channel_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import channel_query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import channel_query_sums
+from ato_jax.ops.linear_attention.scans.borders import of_sequence
 from ato_jax.ops.linear_attention.scans.channel_flows import of_flows
 from ato_jax.ops.linear_attention.scans.edges import State, join_pieces
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
@@ -97,9 +101,22 @@ def gradients(
     if spec.return_state:
         end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
     factors = _factors(spec, deal, features.halves)
+    runs = runs_of_keys(spec, inputs)
+    borders = of_sequence(spec, deal, runs)
     s, z = states
     dq, of_queries, inverse, e, kv, k_sum = channel_query_gradient(
-        spec, deal, inputs.q, q, k, v, g, jnp.swapaxes(s, 3, 4), z, factors.of_keys, weights
+        spec,
+        deal,
+        inputs.q,
+        q,
+        k,
+        v,
+        g,
+        jnp.swapaxes(s, 3, 4),
+        z,
+        factors.of_keys,
+        weights,
+        borders,
     )
     # No key reads the sums of the first piece, but the state before it.
     first = 0 if spec.initial_state else 1
@@ -108,15 +125,19 @@ def gradients(
     r = jnp.zeros((*of_pieces, spec.V, spec.D), jnp.float32)
     u = jnp.zeros((*of_pieces, spec.D), jnp.float32)
     if later.pieces:
-        r, u = channel_query_sums(spec, later, q, g, inverse, e, factors.since_pieces)
-    r, u = join_pieces((r, u), end, factors.whole[:, :, first:], reverse=True)
+        reading = None if borders.reading is None else borders.reading[:, first:]
+        r, u = channel_query_sums(spec, later, q, g, inverse, e, factors.since_pieces, reading)
+    keeps = factors.whole
+    if borders.keeps is not None:
+        keeps = keeps * borders.keeps[..., None]
+    r, u = join_pieces((r, u), end, keeps[:, :, first:], reverse=True)
     d_state = None
     if spec.initial_state:
         d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
         r, u = r[:, :, 1:], u[:, :, 1:]
     r = jnp.swapaxes(r.astype(jnp.bfloat16), 3, 4)
     of_keys, dv, crossing = channel_key_gradient(
-        spec, deal, q, k, v, g, inverse, e, r, u, factors.of_queries, kv, k_sum
+        spec, deal, q, k, v, g, inverse, e, r, u, factors.of_queries, kv, k_sum, borders
     )
     if isinstance(spec, channel_blocks.Cut):
         dq, of_queries, of_keys = (
@@ -126,5 +147,5 @@ def gradients(
         crossing = channel_blocks.summed(spec, jnp.swapaxes(crossing, 1, 2), 3, crossing.dtype)
         crossing = jnp.swapaxes(crossing, 1, 2)
         spec = dataclasses.replace(spec, H=dq.shape[2])
-    dk, d_decay = of_flows(spec, inputs.k, of_queries, of_keys, crossing)
+    dk, d_decay = of_flows(spec, inputs.k, of_queries, of_keys, crossing, runs)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)

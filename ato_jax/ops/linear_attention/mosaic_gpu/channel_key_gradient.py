@@ -16,6 +16,10 @@ In E, S and z are those ahead of the run, rounded as its queries read them, and 
 queries of the run's first chunk. The flow and E are stored in float32. Two heads of 64 columns in a
 tile have products of their own, and states that lie one below the other, [64, 64] each.
 
+Where segments begin in a chunk (`chunk_borders.py`), a and b are masked, and so are the keys that
+read R and u, and the queries that these gain: shared memory has no room for another g, so STATE
+masks q' in registers.
+
     memory   loads chunks, and S by tiles of 64 x 64, as slots come free
     state    q' in place of q^; R^T and u in registers, published for each chunk; E
     dv       k~ stays in registers, the left factor of both products
@@ -48,9 +52,21 @@ from ato_jax.mosaic import (
     multiply,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    channel,
+    channel_blocks,
+    chunk_borders,
+    chunk_decay,
+    frame,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
+from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_rows import (
+    keep_last_segment,
+    of_last_segment,
+    seen_pairs,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
+from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
@@ -75,6 +91,7 @@ def channel_key_gradient(
     onto: jax.Array,
     kv: jax.Array,
     k_sum: jax.Array | None,
+    borders: OfSequence = NO_BORDERS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The flow, dv and E [B, H, runs, D].
 
@@ -85,7 +102,7 @@ def channel_key_gradient(
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
     dv_registers, dk_registers, state_registers = OWN_REGISTERS[heads]
-    normalized = k_sum is not None
+    normalized, has_borders = k_sum is not None, borders.chunks is not None
     scratch = dict(
         q_s=tiling.tiles(STAGES),
         g_s=tiling.tiles(STAGES),
@@ -156,7 +173,8 @@ def channel_key_gradient(
         r_ready: Any,
         r_free: Any,
     ) -> None:
-        *k_sum_refs, flow_ref, dv_ref, crossing_ref = refs
+        ends_ref, chunks_ref = refs[:2] if has_borders else (None, None)
+        *k_sum_refs, flow_ref, dv_ref, crossing_ref = refs[2 * has_borders :]
         # Of S, [64, 64] each: which half of the features, and of V, where heads of 64 have one.
         quarters = list(itertools.product(range(2), range(spec.V // HALF)))
 
@@ -169,6 +187,11 @@ def channel_key_gradient(
 
         def number_of(item: Item, chunk: Any) -> Any:
             return item.chunks - 1 - chunk
+
+        def borders_of(item: Item, chunk: Any) -> chunk_borders.Borders:
+            if not has_borders:
+                return channel.NO_BORDERS
+            return chunk_borders.of_chunk(ends_ref, chunks_ref, item, number_of(item, chunk))
 
         def is_first_of_run(item: Item, chunk: Any) -> Any:
             return lax.rem(number_of(item, chunk), channel.CHUNKS) == 0
@@ -268,9 +291,26 @@ def channel_key_gradient(
                 turned = [tiling.half_of(q_s, slot, half).T for half in range(2)]
                 both = in_heads(g_s, slot), [own.T for own in minus_es]
                 factors = [of_heads[half % heads] for of_heads in both for half in range(2)]
-                sums = multiply(
-                    *((own, [(x, y)]) for own, x, y in zip(sums, turned * 2, factors, strict=True))
-                )
+                borders = borders_of(item, chunk)
+
+                def add_all() -> Any:
+                    of_sums = zip(sums, turned * 2, factors, strict=True)
+                    return multiply(*((own, [(x, y)]) for own, x, y in of_sums))
+
+                def at_border() -> Any:
+                    """Queries ahead of the first border, and nothing of later chunks. DV and DK
+                    read all of q' and g, so the others are masked in registers."""
+                    row = plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=OF_COLUMNS)
+                    reads = jnp.where(row < borders.reads, 1.0, 0.0)
+                    found: list[Any] = [None] * 4
+                    for half in range(2):
+                        own = mosaic.times_rows(tiling.half_of(q_s, slot, half), reads)
+                        for n in (half, 2 + half):
+                            start = mosaic.zeros(*sums[n].shape)
+                            (found[n],) = multiply((start, [(own, factors[n])]))
+                    return tuple(found)
+
+                sums = borders.either(at_border, add_all)
                 plgpu.commit_smem()  # all warps have multiplied by what the next chunk stores
                 plgpu.barrier_arrive(free.at[slot])
                 pl.when(is_first_of_run(item, chunk))(lambda: leave_crossing(item, chunk, sums))
@@ -314,7 +354,9 @@ def channel_key_gradient(
             plgpu.barrier_wait(mapped.at[slot])
             pairs = zip(features, in_heads(q_s, slot), strict=True)
             found = multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs))
-            weights = [mosaic.rounded(seen(a)) for a in found]
+            borders = borders_of(item, chunk)
+            weights = [mosaic.rounded(seen(a)) for a in seen_pairs(borders, list(found))]
+            features = of_last_segment(borders, features)
             plgpu.barrier_wait(r_ready)
             factors = zip(features, tiling.by_heads(r_s), weights, in_heads(g_s, slot), strict=True)
             found = multiply(
@@ -339,13 +381,15 @@ def channel_key_gradient(
             plgpu.barrier_wait(k_loaded.at[k_slot])
             pairs = zip(minus_e, values, in_heads(g_s, slot), strict=True)
             found = multiply(*((e, [(v, g.T)]) for e, v, g in pairs))
-            parts = []
-            for b in map(seen, found):
+            parts, borders = [], borders_of(item, chunk)
+            for b in map(seen, seen_pairs(borders, list(found))):
                 rounded = mosaic.rounded(b)
                 parts.append((rounded, mosaic.rounded(b - rounded.astype(F32))))
             plgpu.barrier_wait(r_ready)
             of_others = [mosaic.in_rows(load(u, OF_COLUMNS), C) for u in tiling.by_heads(u_s)]
+            of_others = of_last_segment(borders, of_others)
             plgpu.commit_smem()  # u and e were read, ahead of what overwrites them
+            borders.when_some(lambda: keep_last_segment(borders, values))
             factors = zip(of_others, values, tiling.by_heads(r_s), parts, queries, strict=True)
             dk = multiply(
                 *((u, [(v, r.T), *((b, q) for b in both)]) for u, v, r, both, q in factors)
@@ -398,7 +442,7 @@ def channel_key_gradient(
         jax.ShapeDtypeStruct(channel_blocks.shape_of_heads(spec, v), BF16),
         jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, channel.RUN), spec.D), F32),
     )
-    arrays: Any = q, k, v, g, inverse, e, r, u, onto, kv
+    arrays: Any = q, k, v, g, inverse, e, r, u, onto, kv, *borders.arrays("ends", "chunks")
     found = frame.launch(
         body,
         "channel_key_gradient",

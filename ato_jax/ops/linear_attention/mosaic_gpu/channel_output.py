@@ -21,6 +21,9 @@ or w, and out is then off by 1.7e-3, the four of them by 3.3e-3, which is twice 
 alone leaves, and all that is allowed. So there S and w are multiplied in two parts, rounded and
 what that leaves off; one part of S after the other is in shared memory.
 
+Where segments begin in a chunk, w, what is read of S and z, and the keys that S and z gain are
+masked (`channel_turns.py`), and S is multiplied anew behind w. A turn adds to S there in any case.
+
 Where a tile holds two heads, "half" means one of them, and products are over its 64 columns. Where
 heads are cut into blocks (`channel_blocks.py`), the kernel leaves numerators and denominators in
 place of out.
@@ -51,8 +54,16 @@ from ato_jax.mosaic import (
     multiply,
     slot_of,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    channel,
+    channel_blocks,
+    chunk_borders,
+    chunk_decay,
+    frame,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_turns import Masks, each_step
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C, F
+from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of q and k, of v, and of gates.
@@ -61,45 +72,6 @@ WARPGROUPS = 5
 MEMORY_REGISTERS = 32
 # Registers of values and features, by whether S and w are multiplied in two parts.
 OWN_REGISTERS = {False: (136, 88), True: (160, 64)}
-
-
-def each_step(
-    steep_ref: Any,
-    turns_ref: Any,
-    item: Item,
-    head: Any,
-    start: Callable[[bool], Any],
-    do: Callable[[Any, Any, channel.Turn | None, Any, Any], Any],
-) -> Any:
-    """Runs `do(step, chunk, turn, is_last, carried)` for each step of an item; returns how many
-    steps there were.
-
-    `carried` is what `do` returned for the step before, at first `start(in_turns)`. Where no chunk
-    of the piece is steep, a step is a chunk, and turn is None. `is_last` says whether this is the
-    chunk's last turn.
-    """
-
-    def whole() -> Any:
-        def one(chunk: Any, carried: Any) -> Any:
-            return do(chunk, chunk, None, True, carried)
-
-        lax.fori_loop(0, item.chunks, one, start(False))
-        return item.chunks
-
-    def in_turns() -> Any:
-        def of_chunk(chunk: Any, carried: Any) -> Any:
-            before, inner = carried
-            turns = turns_ref[item.batch, head, lax.div(item.first_row, C) + chunk]
-
-            def one(number: Any, inner: Any) -> Any:
-                turn = channel.turn_of(number, turns)
-                return do(before + number, chunk, turn, number == turns - 1, inner)
-
-            return before + turns, lax.fori_loop(0, turns, one, inner)
-
-        return lax.fori_loop(0, item.chunks, of_chunk, (jnp.int32(0), start(True)))[0]
-
-    return lax.cond(steep_ref[item.batch, head, item.piece] != 0, in_turns, whole)
 
 
 def channel_output(
@@ -114,6 +86,7 @@ def channel_output(
     turns: jax.Array,
     steep: jax.Array,
     keeps_features: bool,
+    borders: OfSequence = NO_BORDERS,
 ) -> tuple[jax.Array, ...]:
     """out, from s and z as in `output`.
 
@@ -132,6 +105,7 @@ def channel_output(
     group_size = spec.H // spec.G
     adds_up = channel_blocks.adds_up(spec)
     leaves_den = adds_up and spec.normalize
+    has_borders = borders.chunks is not None
     in_two_parts = not spec.feature_map.nonnegative
     values_registers, features_registers = OWN_REGISTERS[in_two_parts]
     scratch = dict(
@@ -172,8 +146,7 @@ def channel_output(
         gates_ref: Any,
         turns_ref: Any,
         steep_ref: Any,
-        out_ref: Any,
-        *kept_refs: Any,
+        *refs: Any,
         q_s: Any,
         k_s: Any,
         v_s: Any,
@@ -200,7 +173,8 @@ def channel_output(
         weights_stored: Any,
         both_s: Any = None,
     ) -> None:
-        kept = list(kept_refs)
+        begins_ref, chunks_ref = refs[:2] if has_borders else (None, None)
+        out_ref, *kept = refs[2 * has_borders :]
         den_ref: Any = kept.pop(0) if leaves_den else None
         feature_refs = kept[:2]
         both_ref: Any = kept[2] if keeps_features else None
@@ -280,17 +254,25 @@ def channel_output(
                     target = both_ref.at[(*at, number, own)]
                     plgpu.copy_smem_to_gmem(both_s.at[half, number], target)
 
+            def store_ones(first: Any = None) -> None:
+                adds = mosaic.ones(C, ALIKE)
+                adds = adds if first is None else mosaic.rows_within(adds, first, None)
+                mosaic.store_transposed(ones, adds)
+                plgpu.commit_smem()
+
             def map_step(
                 step: Any, chunk: Any, turn: channel.Turn | None, _last: Any, carried: Any
             ) -> Any:
                 totals, behind = carried
+                borders = chunk_borders.of_chunk(begins_ref, chunks_ref, item, chunk)
+                masks = Masks(borders, turn)
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 gates_slot = slot_of(step, GATES_STAGES)
                 own_q, own_k = (tiling.half_of(tiles, slot, half) for tiles in (q_s, k_s))
                 if turn is not None:
                     channel.store_halves(halves, turn)
                 plgpu.barrier_wait(gates_loaded.at[gates_slot])
-                channel.round_gates(gates_s.at[gates_slot, half], rounded)
+                channel.round_gates(gates_s.at[gates_slot, half], rounded, borders)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(gates_free.at[gates_slot])
                 weights = since_middle_s if turn is None else channel.since_middle(turn)
@@ -313,10 +295,15 @@ def channel_output(
                 if keeps_features and turn is None:
                     leave_halves(chunk, (first, second))
                 if spec.normalize:
+                    borders.when_some(lambda: store_ones(masks.adds))
                     den, totals = multiply(
                         (mosaic.zeros(C, ALIKE), [(own_q, z_rows.T)]),
-                        (totals, [(own_k.T, ones.T)]),
+                        (masks.left(totals), [(own_k.T, ones.T)]),
                     )
+                    den = borders.either(lambda: masks.reading(den), lambda: den)
+                    if has_borders:
+                        plgpu.commit_smem()  # all warps have multiplied by it
+                    borders.when_some(store_ones)
                     plgpu.barrier_wait(v_loaded.at[v_slot])  # what was there has been read
                     den_s.at[v_slot, half][...] = jnp.sum(den, axis=1) / ALIKE
                     plgpu.barrier_arrive(den_known.at[v_slot])
@@ -336,6 +323,10 @@ def channel_output(
                 step: Any, chunk: Any, turn: channel.Turn | None, is_last: Any, carried: Any
             ) -> Any:
                 S, *found = carried
+                borders = chunk_borders.of_chunk(begins_ref, chunks_ref, item, chunk)
+                masks = Masks(borders, turn)
+                # In turns S is there to add to, and takes registers until then.
+                adds_later = has_borders and turn is not None
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 values = v_s.at[v_slot, half]
                 plgpu.barrier_wait(mapped.at[slot])
@@ -351,12 +342,20 @@ def channel_output(
                 s_s.at[half][...] = S.astype(BF16)
                 plgpu.barrier_wait(v_loaded.at[v_slot])
                 plgpu.commit_smem()
-                w, out, S = multiply(
+                products = [
                     (mosaic.zeros(C, C), [(q, k.T)]),
                     (of_rest if in_two_parts else mosaic.zeros(C, HALF), [(q, s_s.at[half].T)]),
                     (S, [(values.T, k)]),
+                ]
+                if adds_later:
+                    w, out = multiply(*products[:2])
+                else:
+                    w, out, S = multiply(*products)
+                    borders.unless_some(lambda: plgpu.barrier_arrive(free.at[slot]))
+                w, out = borders.either(
+                    lambda: (jnp.where(borders.pairs_from(), w, 0.0), masks.reading(out)),
+                    lambda: (w, out),
                 )
-                plgpu.barrier_arrive(free.at[slot])
                 w = jnp.where(mosaic.hidden_position(0) >= mosaic.hidden_position(1), w, 0.0)
                 # Rounded in pairs: behind the choice each would be by itself.
                 w = lax.optimization_barrier(w)
@@ -364,6 +363,21 @@ def channel_output(
                 if in_two_parts:
                     parts.append(mosaic.rounded(w - parts[0].astype(F32)))
                 (out,) = multiply((out, [(part, values) for part in parts]))
+
+                def add_last_segment() -> jax.Array:
+                    plgpu.commit_smem()  # all warps have multiplied by the values
+                    mosaic.keep_rows_between(values, masks.adds, C)
+                    plgpu.commit_smem()
+                    ahead = masks.left(S) if adds_later else mosaic.zeros(*S.shape)
+                    (found,) = multiply((ahead, [(values.T, k)]))
+                    return found
+
+                if adds_later:
+                    S = add_last_segment()
+                    plgpu.barrier_arrive(free.at[slot])
+                elif has_borders:
+                    S = borders.either(add_last_segment, lambda: S)
+                    borders.when_some(lambda: plgpu.barrier_arrive(free.at[slot]))
                 factor: Any = spec.scale
                 of_row: Any = None
                 if spec.normalize:
@@ -451,7 +465,7 @@ def channel_output(
         both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
         features = jax.ShapeDtypeStruct(q.shape, BF16)
         out_type += [features, features, jax.ShapeDtypeStruct(both, F32)]
-    arrays = q, k, v, s, z, gates, turns, steep
+    arrays = q, k, v, s, z, gates, turns, steep, *borders.arrays("begins", "chunks")
     found = frame.launch(
         body,
         "channel_output",

@@ -16,6 +16,9 @@ the same reason q' is rounded here as it is in `channel_key_gradient.py`. The ke
 flow, inverse and e in float32, and S and z ahead of each run as they were multiplied. Unnormalised,
 inverse is the scale, and e is 0.
 
+Where segments begin in a chunk (`chunk_borders.py`), w and what is read of S and z are masked, and
+then the features that S and z gain, so that these products follow one another.
+
     memory    loads S, z of a piece and its chunks, as slots come free
     values    each a half of F: S_half^T [64, V] float32 in registers, w, D_half, z_i's half
 
@@ -26,7 +29,7 @@ its sums are whole, so the two exchange nothing, and each stores both inverse an
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -51,17 +54,78 @@ from ato_jax.mosaic import (
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_blocks,
+    chunk_borders,
     chunk_decay,
     feature_maps,
     frame,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F
+from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of g and v, of q, and of k.
 STAGES, Q_STAGES, K_STAGES = 2, 2, 2
 WARPGROUPS = 3
 VALUES_REGISTERS, MEMORY_REGISTERS = 232, 40
+
+
+class Factors(NamedTuple):
+    """What a chunk's products multiply, in shared memory or in registers."""
+
+    g: Any
+    state: Any  # S^T, rounded
+    features: Any  # k~, half of its columns
+    v: Any
+    of_pairs: Any  # both parts of w, with the features
+    ones: Any
+    z: Any = None  # ahead of the chunk; None where unnormalised
+
+    def z_before(self) -> jax.Array:
+        return mosaic.in_rows(load(self.z, OF_COLUMNS), C)
+
+
+def sees() -> jax.Array:
+    return mosaic.hidden_position(0) >= mosaic.hidden_position(1)
+
+
+def ones_where(seen: jax.Array) -> jax.Array:
+    return jnp.where(seen, 1.0, 0.0).astype(BF16)
+
+
+def read_at_once(factors: Factors, S: jax.Array, totals: jax.Array) -> Any:
+    """D, S behind the chunk and, normalised, z_i and z behind it."""
+    features = factors.features
+    sums = [
+        (mosaic.zeros(C, HALF), ((factors.g, factors.state), *factors.of_pairs)),
+        (S, [(features.T, factors.v)]),
+    ]
+    if factors.z is not None:
+        z_before = factors.z_before()
+        sums += [
+            (z_before, [(ones_where(sees()), features)]),
+            (totals, [(features.T, factors.ones)]),
+        ]
+    return multiply(*sums)
+
+
+def read_at_border(borders: Any, factors: Factors, S: jax.Array, totals: jax.Array) -> Any:
+    """As `read_at_once` where segments begin in the chunk: one product after the other, as there
+    are no registers for all factors. Features that are no part of the state are set to 0 last."""
+    features = factors.features
+    (D,) = multiply((mosaic.zeros(C, HALF), [(factors.g, factors.state)]))
+    (D,) = multiply((mosaic.rows_within(D, None, borders.reads), factors.of_pairs))
+    z: Any = ()
+    if factors.z is not None:
+        before = mosaic.rows_within(factors.z_before(), None, borders.reads)
+        z = multiply((before, [(ones_where(borders.pairs_from() & sees()), features)]))
+    plgpu.commit_smem()  # all warps have multiplied by the features
+    mosaic.keep_rows_between(features, borders.adds, C)
+    plgpu.commit_smem()
+    behind = [(mosaic.zeros(*S.shape), [(features.T, factors.v)])]
+    if factors.z is not None:
+        behind.append((mosaic.zeros(*totals.shape), [(features.T, factors.ones)]))
+    S_behind, *totals_behind = multiply(*behind)
+    return D, S_behind, *z, *totals_behind
 
 
 def channel_query_gradient(
@@ -76,6 +140,7 @@ def channel_query_gradient(
     z: jax.Array,
     onto: jax.Array,
     weights: tuple[jax.Array, jax.Array] | None = None,
+    borders: OfSequence = NO_BORDERS,
 ) -> tuple[jax.Array, ...]:
     """dq; the flow; inverse and e [B, H, T up to a whole chunk]; and S^T [B, H, runs, D, V] in
     bfloat16 and, normalised, z [B, H, runs, D], ahead of each run.
@@ -85,7 +150,7 @@ def channel_query_gradient(
     which a head whose features are cut does not know (`channel_blocks.py`)."""
     tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
-    is_given = weights is not None
+    is_given, has_borders = weights is not None, borders.chunks is not None
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     scratch = dict(
         g_s=tiling.tiles(STAGES),
@@ -151,6 +216,8 @@ def channel_query_gradient(
         exchanged: Any = None,
         weights_s: Any = None,
     ) -> None:
+        begins_ref, chunks_ref = refs[:2] if has_borders else (None, None)
+        refs = refs[2 * has_borders :]
         weight_refs, (dq_ref, flow_ref, kv_ref, *kept_refs) = (
             refs[: 2 * is_given],
             refs[2 * is_given :],
@@ -204,9 +271,6 @@ def channel_query_gradient(
             head = tiling.head_of(item.head, half)
             columns = pl.ds(half * HALF, HALF)
 
-            def sees() -> jax.Array:
-                return mosaic.hidden_position(0) >= mosaic.hidden_position(1)
-
             def give_back(chunk: Any) -> None:
                 """The slot from which dq was stored."""
                 plgpu.barrier_arrive(q_free.at[slot_of(chunk, Q_STAGES)])
@@ -224,6 +288,7 @@ def channel_query_gradient(
 
             def multiply_chunk(chunk: Any, carried: Any) -> Any:
                 S, totals = carried
+                borders = chunk_borders.of_chunk(begins_ref, chunks_ref, item, chunk)
                 slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
                 k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
                 features = k_s.at[k_slot, half]
@@ -244,19 +309,19 @@ def channel_query_gradient(
                 g, v = (tiling.head_in(tiles, slot, half) for tiles in (g_s, v_s))
                 (w,) = multiply((mosaic.zeros(C, C), [(g, v.T)]), meanwhile=publish)
                 # Rounded in pairs: behind the choice each would be by itself.
+                w = borders.either(lambda: jnp.where(borders.pairs_from(), w, 0.0), lambda: w)
                 w = lax.optimization_barrier(jnp.where(sees(), w, 0.0))
                 rounded = mosaic.rounded(w)
                 rest = mosaic.rounded(w - rounded.astype(F32))
-                reads = (g, s_s.at[half].T), (rounded, features), (rest, features)
-                sums = [
-                    (mosaic.zeros(C, HALF), reads),
-                    (S, [(features.T, v)]),
-                ]
+                of_pairs = (rounded, features), (rest, features)
+
+                factors = Factors(g, s_s.at[half].T, features, v, of_pairs, ones_s.T)
                 if spec.normalize:
-                    z_before = mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
-                    seen = jnp.where(sees(), 1.0, 0.0).astype(BF16)
-                    sums += [(z_before, [(seen, features)]), (totals, [(features.T, ones_s.T)])]
-                D, S, *of_keys = multiply(*sums)
+                    factors = factors._replace(z=z_s.at[half])
+                D, S, *of_keys = borders.either(
+                    lambda: read_at_border(borders, factors, S, totals),
+                    lambda: read_at_once(factors, S, totals),
+                )
                 given = [load(weights_s.at[n, slot], OF_ROWS) for n in range(len(weight_refs))]
                 if is_given:
                     plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
@@ -352,13 +417,14 @@ def channel_query_gradient(
     if spec.normalize:
         k_sums = jax.ShapeDtypeStruct((*of_runs, spec.D), F32)
         out_type = *out_type, *[rows, rows][2 * is_given :], k_sums
+    arrays = x, q, k, v, g, s, z, onto, np.ones((ALIKE, C), BF16)
     found = frame.launch(
         body,
         "channel_query_gradient",
         deal,
         out_type,
         scratch,
-        (x, q, k, v, g, s, z, onto, np.ones((ALIKE, C), BF16), *(weights or ())),
+        (*arrays, *borders.arrays("begins", "chunks"), *(weights or ())),
         warpgroups=WARPGROUPS,
         own_barriers=True,
     )

@@ -28,8 +28,14 @@ from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import ALIKE, F32, HALF, Item
-from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    channel,
+    channel_blocks,
+    chunk_borders,
+    frame,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F
+from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES, GATES_STAGES = 3, 1
@@ -38,10 +44,16 @@ VALUES_REGISTERS, FEATURES_REGISTERS = 96, 128
 
 
 def channel_sums(
-    spec: LinearAttentionSpec, deal: mosaic.Deal, k: jax.Array, v: jax.Array, gates: jax.Array
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    k: jax.Array,
+    v: jax.Array,
+    gates: jax.Array,
+    borders: OfSequence = NO_BORDERS,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums of each piece's gates to base 2, [B, G, P,
-    F]; and `least`, from which `channel.turns_of` tells how steep each chunk is. All in float32."""
+    F]; and `least`, from which `channel.turns_of` tells how steep each chunk is. All in float32.
+    With segments the sums are over the rows that `borders.adding` names."""
     # An item each: there is room for the sums of one.
     tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
@@ -72,11 +84,7 @@ def channel_sums(
         k_ref: Any,
         v_ref: Any,
         gates_ref: Any,
-        kv_ref: Any,
-        k_sum_ref: Any,
-        lost_ref: Any,
-        least_ref: Any,
-        *,
+        *refs: Any,
         k_s: Any,
         v_s: Any,
         gates_s: Any,
@@ -97,6 +105,9 @@ def channel_sums(
         gates_free: Any,
         weights_stored: Any,
     ) -> None:
+        *border_refs, kv_ref, k_sum_ref, lost_ref, least_ref = refs
+        begins_ref, chunks_ref, adding_ref = border_refs or (None, None, None)
+
         def summed(item: Item) -> Any:
             """How many chunks of an item are summed up."""
             if spec.return_state:
@@ -138,9 +149,10 @@ def channel_sums(
             of_piece = item.batch, tiling.head_of(item.head, half), item.piece
 
             def take_gates(chunk: Any) -> None:
+                borders = chunk_borders.of_chunk(begins_ref, chunks_ref, item, chunk)
                 slot = mosaic.slot_of(chunk, GATES_STAGES)
                 plgpu.barrier_wait(gates_loaded.at[slot])
-                channel.round_gates(gates_s.at[slot, half], rounded)
+                channel.round_gates(gates_s.at[slot, half], rounded, borders)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(gates_free.at[slot])
 
@@ -167,6 +179,8 @@ def channel_sums(
                 plgpu.barrier_wait(loaded.at[slot])
                 keeps_s.at[slot, columns][...] = jnp.max(keeps, axis=1)
                 channel.map_in_place(spec, own, half, until_end, are_keys=True)
+                if adding_ref is not None:
+                    chunk_borders.keep_within(adding_ref, item, chunk, own)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 (z,) = mosaic.multiply((z * keeps, [(own.T, ones.T)]))
@@ -248,7 +262,7 @@ def channel_sums(
         jax.ShapeDtypeStruct((*of_pieces, spec.F), F32),
         jax.ShapeDtypeStruct((deal.B, deal.heads, chunks, 2, C), F32),
     )
-    arrays = k, v, gates
+    arrays = k, v, gates, *borders.arrays("begins", "chunks", "adding")
     return frame.launch(
         body,
         "channel_sums",

@@ -14,7 +14,8 @@ segments; one with a border multiplies what is masked and what is not one after 
 
 Where a decay is so strong that a piece has a steep chunk (`chunk_decay.py`), its walks have no
 masks. There a segment begins with the least decay, so that its chunk is steep, too: exp2(-184) is 0
-in float32, so nothing of earlier steps is left, neither of a state nor of a pair.
+in float32, so nothing of earlier steps is left, neither of a state nor of a pair. With a decay per
+channel a steep chunk is masked, too, turn by turn (`channel_turns.py`).
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ def channel_query_sums(
     inverse: jax.Array,
     e: jax.Array,
     since: jax.Array,
+    reading: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The same of q^ in q, with a gate for each channel; since: what each chunk's middle sees of
     what is ahead of its piece, [B, H, chunks * D]. u is of q^ itself, since q^ times the rest is
@@ -119,4 +120,5 @@ def channel_query_sums(
 
     vectors = [inverse, e, since]
     name = "channel_query_sums"
-    return piece_sums(spec, deal, name, q, g, vectors, map_rows, mosaic.PARTS, weigh)
+    arrays = q, g, vectors, map_rows, mosaic.PARTS, weigh
+    return piece_sums(spec, deal, name, *arrays, within=reading)

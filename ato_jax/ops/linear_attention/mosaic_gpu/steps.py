@@ -1,8 +1,9 @@
 """Lengths and segments as the kernels take them.
 
-lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
-segments    masks (`chunk_borders.py`). A decay counts as 0 at the first step of a segment, as
-            nothing of earlier steps is left there
+    lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
+    segments    masks (`chunk_borders.py`). A decay counts as 0 at the first step of a segment, as
+                nothing of earlier steps is left there; decays per channel are set to 0 by the
+                kernels (`channel.round_gates`)
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def unsupported_segments(spec: LinearAttentionSpec, phase: str) -> str | None:
         return "of queries and keys that differ"
     if frame.by_documents(spec) and (spec.initial_state or spec.return_state):
         return "with a state and without causal=True"
-    return "with a decay per channel" if spec.decay == "channel" else None
+    return None
 
 
 def in_place(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[LinearAttentionSpec, Inputs]:

@@ -185,6 +185,8 @@ def piece_sums(
                     tiling.by_heads(vectors_s[own_name].at[slot])[half % heads]
                     for own_name in names
                 ]
+                if weigh is not None and within_ref is not None:
+                    chunk_borders.keep_within(within_ref, item, chunk, x)
                 if weigh is not None:
                     factors = mosaic.in_columns(weigh(half, a, *vectors), ALIKE)
                     plgpu.commit_smem()
@@ -196,7 +198,7 @@ def piece_sums(
                     given_units["power"] = powers_ref[item.batch, head]
                 map_rows(half, x, a, *vectors, **given_units)
                 mosaic.keep_rows(x, item.rows_within(chunk, lengths_ref))
-                if within_ref is not None:
+                if within_ref is not None and weigh is None:
                     chunk_borders.keep_within(within_ref, item, chunk, x)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])

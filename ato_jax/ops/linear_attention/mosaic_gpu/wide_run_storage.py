@@ -1,4 +1,4 @@
-"""The shared memory of the passes in `wide_runs.py`, and the order in which a unit takes its tiles."""
+"""Shared memory of the passes in `wide_runs.py`, and the order in which a unit takes its tiles."""
 
 from __future__ import annotations
 

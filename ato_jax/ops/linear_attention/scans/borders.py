@@ -47,6 +47,11 @@ class OfSequence(NamedTuple):
     # [B, G, P] float32: 1 where a piece leaves something of the state ahead of it, else 0.
     keeps: jax.Array | None = None
 
+    def arrays(self, *names: str) -> list[jax.Array]:
+        """The fields of these names; none without segments."""
+        found = [getattr(self, name) for name in names]
+        return [array for array in found if array is not None]
+
 
 NO_BORDERS = OfSequence()
 

@@ -5,8 +5,10 @@ product of the state at the start of a run and its cotangent there,
 
     dk_t = A_t phi'(k_t) / phi(k_t)          d_decay_t = E + sum_{s < t} (A_s - R_s)
 
-with sums over the steps of the run. It computes row by row except for that sum, and memory bounds
-it: one kernel that Pallas lowers to Triton, or XLA where JAX cannot lower to Triton.
+with sums over the steps of the run. Beside segments they are over the steps of t's segment, and E
+counts for the segment that the run begins with alone. It computes row by row except for that sum,
+and memory bounds it: one kernel that Pallas lowers to Triton, or XLA where JAX cannot lower to
+Triton.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from ato_jax.launch import triton as plgpu
 from ato_jax.ops.linear_attention.features import slope_by_feature
 from ato_jax.ops.linear_attention.scans.chunks import RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+from ato_jax.triton.arithmetic import EXACT
 
 # The rows and columns of a tile; a run has a program for each tile of columns.
 ROWS, COLUMNS, WARPS = 32, 64, 4
@@ -34,12 +37,14 @@ def of_flows(
     of_queries: jax.Array,
     of_keys: jax.Array,
     crossing: jax.Array,
+    runs: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """dk and the decays' gradient, from both flows, arrays like k in float32, and E
-    [B, H, runs, D], whose D may be a tile's, which is larger than k's."""
+    [B, H, runs, D], whose D may be a tile's, which is larger than k's. `runs`: the number of each
+    row's segment, [B, T] int32, which never falls."""
     # Pallas need not lower a map that is traced to Triton.
     if launch.no_triton is not None or spec.feature_map.name == "custom":
-        return _of_flows_by_xla(spec, k, of_queries, of_keys, crossing)
+        return _of_flows_by_xla(spec, k, of_queries, of_keys, crossing, runs)
     width = k.shape[-1]
     slices = pl.cdiv(width, COLUMNS)
 
@@ -48,9 +53,9 @@ def of_flows(
         of_queries_ref: Any,
         of_keys_ref: Any,
         crossing_ref: Any,
-        dk_ref: Any,
-        d_gates_ref: Any,
+        *refs: Any,
     ) -> None:
+        *runs_refs, dk_ref, d_gates_ref = refs
         run, part = pl.program_id(1) // slices, pl.program_id(1) % slices
         columns = part * COLUMNS + jnp.arange(COLUMNS, dtype=jnp.int32)
 
@@ -72,8 +77,22 @@ def of_flows(
             k, of_keys, of_queries = map(load, (k_ref, of_keys_ref, of_queries_ref))
             store(dk_ref, _of_keys(spec, k, of_keys))
             passing = of_keys - of_queries
-            store(d_gates_ref, crossing[None, :] + (jax.lax.cumsum(passing, axis=0) - passing))
-            return crossing + jnp.sum(passing, axis=0)
+            if not runs_refs:
+                earlier = jax.lax.cumsum(passing, axis=0) - passing
+                store(d_gates_ref, crossing[None, :] + earlier)
+                return crossing + jnp.sum(passing, axis=0)
+
+            def segments(rows: Any) -> jax.Array:
+                return plgpu.load(runs_refs[0].at[jnp.clip(rows, 0, spec.T - 1)])
+
+            first = run * RUN + i * ROWS
+            own, ahead, last = segments(rows), segments(first - 1), segments(first + (ROWS - 1))
+            is_earlier = (own[:, None] == own[None, :]) & (rows[:, None] > rows[None, :])
+            # A product with 0 and 1, so that no sum has a term of another segment.
+            earlier = plgpu.dot(is_earlier.astype(jnp.float32), passing, precision=EXACT)
+            store(d_gates_ref, jnp.where((own == ahead)[:, None], crossing[None, :], 0.0) + earlier)
+            passing = jnp.where((own == last)[:, None], passing, 0.0)
+            return jnp.where(last == ahead, crossing, 0.0) + jnp.sum(passing, axis=0)
 
         # [COLUMNS]
         jax.lax.fori_loop(0, RUN // ROWS, of_rows, plgpu.load(crossing_ref.at[columns]))
@@ -83,11 +102,12 @@ def of_flows(
     else:
         rows = pl.BlockSpec((None, None, spec.T, width), lambda h, p, b: (b, h, 0, 0))
     of_run = pl.BlockSpec((None, None, None, spec.D), lambda h, p, b: (b, h, p // slices, 0))
+    of_batch = pl.BlockSpec((None, spec.T), lambda h, p, b: (b, 0))
     found = pallas_call(
         kernel,
         # Heads first: those of one row lie side by side in memory.
         grid=(spec.H, pl.cdiv(spec.T, RUN) * slices, spec.B),
-        in_specs=[rows, rows, rows, of_run],
+        in_specs=[rows, rows, rows, of_run, *[of_batch] * (runs is not None)],
         out_specs=[rows, rows],
         out_shape=[
             jax.ShapeDtypeStruct(k.shape, k.dtype),
@@ -95,7 +115,7 @@ def of_flows(
         ],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         name="linear_attention_channel_flows",
-    )(k, of_queries, of_keys, crossing)
+    )(k, of_queries, of_keys, crossing, *([] if runs is None else [runs]))
     return tuple(found)
 
 
@@ -117,6 +137,7 @@ def _of_flows_by_xla(
     of_queries: jax.Array,
     of_keys: jax.Array,
     crossing: jax.Array,
+    segments: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     width = k.shape[-1]
     crossing = crossing[..., :width]
@@ -127,7 +148,18 @@ def _of_flows_by_xla(
     missing = runs * RUN - spec.T
     passing = jnp.pad(passing, ((0, 0), (0, 0), (0, missing), (0, 0)))
     passing = passing.reshape(spec.B, spec.H, runs, RUN, width)
-    d_gates = crossing[:, :, :, None] + (jnp.cumsum(passing, axis=3) - passing)
+    if segments is None:
+        d_gates = crossing[:, :, :, None] + (jnp.cumsum(passing, axis=3) - passing)
+    else:
+        own = jnp.pad(segments, ((0, 0), (0, missing)), mode="edge")
+        ahead = jnp.pad(own, ((0, 0), (1, 0)), mode="edge")[:, : runs * RUN : RUN]
+        own = own.reshape(spec.B, runs, RUN)
+        row = jnp.arange(RUN, dtype=jnp.int32)
+        is_earlier = (own[..., :, None] == own[..., None, :]) & (row[:, None] > row)
+        terms = is_earlier.astype(jnp.float32), passing
+        d_gates = jnp.einsum("brts,bhrsd->bhrtd", *terms, precision=jax.lax.Precision.HIGHEST)
+        is_crossed = (own == ahead[..., None])[:, None, :, :, None]
+        d_gates += jnp.where(is_crossed, crossing[:, :, :, None], 0.0)
     d_gates = d_gates.reshape(spec.B, spec.H, -1, width)[:, :, : spec.T]
     d_gates = d_gates if spec.layout == "bhtd" else jnp.swapaxes(d_gates, 1, 2)
     return dk.astype(k.dtype), d_gates

@@ -1,0 +1,94 @@
+"""The steps of the causal output with a gate per channel, chunks or turns (`channel.py`), and the
+borders of segments within them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from ato_jax import mosaic
+from ato_jax.mosaic import Item
+from ato_jax.ops.linear_attention.mosaic_gpu import channel
+from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+
+
+def each_step(
+    steep_ref: Any,
+    turns_ref: Any,
+    item: Item,
+    head: Any,
+    start: Callable[[bool], Any],
+    do: Callable[[Any, Any, channel.Turn | None, Any, Any], Any],
+) -> Any:
+    """Runs `do(step, chunk, turn, is_last, carried)` for each step of an item; returns how many
+    steps there were.
+
+    `carried` is what `do` returned for the step before, at first `start(in_turns)`. Where no chunk
+    of the piece is steep, a step is a chunk, and turn is None. `is_last` says whether this is the
+    chunk's last turn.
+    """
+
+    def whole() -> Any:
+        def one(chunk: Any, carried: Any) -> Any:
+            return do(chunk, chunk, None, True, carried)
+
+        lax.fori_loop(0, item.chunks, one, start(False))
+        return item.chunks
+
+    def in_turns() -> Any:
+        def of_chunk(chunk: Any, carried: Any) -> Any:
+            before, inner = carried
+            turns = turns_ref[item.batch, head, lax.div(item.first_row, C) + chunk]
+
+            def one(number: Any, inner: Any) -> Any:
+                turn = channel.turn_of(number, turns)
+                return do(before + number, chunk, turn, number == turns - 1, inner)
+
+            return before + turns, lax.fori_loop(0, turns, one, inner)
+
+        return lax.fori_loop(0, item.chunks, of_chunk, (jnp.int32(0), start(True)))[0]
+
+    return lax.cond(steep_ref[item.batch, head, item.piece] != 0, in_turns, whole)
+
+
+class Masks(NamedTuple):
+    """The borders of segments, with rows of `begins`, within a chunk or within a turn of it.
+
+    A turn is to later turns what a chunk is to later chunks: row i sees the state ahead of it where
+    its segment begins ahead of the turn, and the turn's last row says which rows are part of the
+    state behind it.
+    """
+
+    borders: Borders
+    turn: channel.Turn | None
+
+    def reading(self, x: jax.Array) -> jax.Array:
+        """x [C, columns] in rows that see the state ahead, else 0."""
+        reads = self.borders.reads
+        if self.turn is None:
+            return mosaic.rows_within(x, None, reads)
+        row = plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=mosaic.OF_ROWS)
+        begins = mosaic.load(self.borders.rows, mosaic.OF_ROWS, optimized=False)
+        is_first = self.turn.first == 0
+        begins = mosaic.in_columns(jnp.where(is_first, row, begins), x.shape[1])
+        return jnp.where(begins < jnp.where(is_first, reads, self.turn.first), x, 0.0)
+
+    @property
+    def adds(self) -> Any:
+        """The first row that is part of the state behind."""
+        return self.borders.adds if self.turn is None else self.borders.rows[self.turn.last]
+
+    def left(self, x: jax.Array) -> jax.Array:
+        """What a border leaves of the state ahead, x."""
+        if self.turn is None or self.borders.exist is None:
+            return self.borders.left(x)
+        first, last = self.turn.first, self.turn.last
+        begins, end = self.borders.rows[last], self.borders.reads
+        stays = jnp.where(first == 0, last < end, begins < first)
+        return jnp.where(self.borders.exist & ~stays, 0.0, x)
