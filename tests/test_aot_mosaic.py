@@ -156,20 +156,21 @@ CALLS = [
         Call(4, 4096, 16, 128, decay="channel", feature_map="identity", normalize=False),
         8,
         {
-            "channel_sums": 8,
-            "channel_output": 1892,  # most of it for turns of a steep chunk
-            "channel_query_gradient": 20,
-            "channel_key_gradient": 32,
+            "channel_sums": 24,
+            "channel_output": 2100,  # most of it for turns of a steep chunk
+            "channel_query_gradient": 8,
+            "channel_key_gradient": 80,
         },
     ),
     (
         Call(4, 4096, 16, 128, decay="channel", segments=True),
         13,
         {
-            "channel_sums": 68,
-            "channel_output": 1938,
-            "channel_query_gradient": 388,
-            "channel_key_gradient": 204,
+            "channel_sums": 88,
+            "channel_output": 2564,
+            "channel_query_gradient": 564,
+            "channel_query_sums": 72,
+            "channel_key_gradient": 348,
         },
     ),
 ]
