@@ -1385,6 +1385,13 @@ def test_segments_in_runs_of_mosaic_gpu(
         (8, 4096, 4, "bhtd", 0.1, 0.02, {"D": 48, "states": True}),
         (4, 4096, 4, "bthd", 0.1, 0.0, {"D": 256, "states": True}),
         (4, 5000, 4, "bhtd", 0.1, 0.0, {"D": 144, "normalize": False}),
+        (1, LONG, 4, "bthd", 0.05, 0.0, {"feature_map": "identity", "normalize": False}),
+        (4, 5000, 4, "bhtd", 0.1, 0.0, {"feature_map": "silu", "D": 144, "normalize": False}),
+        (8, 4096, 4, "bhtd", 0.1, 0.02, {"feature_map": "identity", "D": 64, "normalize": False}),
+        (4, 5000, 4, "bthd", 0.001, 0.0, {"feature_map": jnp.tanh, "segments": 40}),
+        (4, 5000, 4, "bthd", 0.1, 0.0, {"segments": 300}),
+        (4, 4096, 4, "bhtd", 0.1, 0.0, {"segments": 5, "D": 256, "states": True}),
+        (8, 4096, 4, "bthd", 0.1, 0.02, {"segments": 100, "D": 64}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -1403,6 +1410,9 @@ def test_channel_gates_of_mosaic_gpu(
     gates[generator.random(gates.shape) < share] = -50
     if options.pop("states", False):
         options |= linear_options("states", B, T, D, G=G)
+    if segments := options.pop("segments", 0):
+        ids = np.sort(generator.integers(0, segments, (B, T)), axis=1)
+        options["segment_ids"] = jnp.asarray(ids)
     options |= {"decay": jnp.asarray(gates), "causal": True, "layout": layout}
     explained = ato_jax.explain("linear_attention", *qkv, implementation=None, **options)
     assert explained.forward.backend == "mosaic_gpu"
