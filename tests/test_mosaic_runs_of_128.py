@@ -83,8 +83,7 @@ def test_decays_beside_segments(
     errors_of(wanted_of(D, T, layout=layout, dtype=dtype, **options))
 
 
-def test_no_choice_yet() -> None:
-    """No card has timed them: `wide_heads.TIMED`."""
+def test_choices_of_what_was_timed() -> None:
     arrays = [x.astype("float16") for x in draw(1, 64, 1, 1, D=128)]
     in_bfloat16 = [x.astype("bfloat16") for x in arrays]
     decay, ids = {"decay": decay_of("step", 1, 64, 1, "bthd")}, {"segment_ids": ids_of(64, "some")}
@@ -93,5 +92,8 @@ def test_no_choice_yet() -> None:
         spec = dataclasses.replace(request.spec, T=2**17, S=2**17)
         assert mosaic_gpu.unsupported(spec, "forward") is None
         assert mosaic_gpu.unsupported(spec, "backward") is None
-        assert not mosaic_gpu.beats_later_backends(spec, channel.GPU, False)
-        assert not mosaic_gpu.beats_later_backends(spec, channel.GPU, True)
+        of_64_columns = dataclasses.replace(spec, D=64, F=64, V=64)
+        for backward in (False, True):
+            assert mosaic_gpu.beats_later_backends(spec, channel.GPU, backward)
+            chosen = mosaic_gpu.beats_later_backends(of_64_columns, channel.GPU, backward)
+            assert chosen == (spec.decay is None)

@@ -153,16 +153,15 @@ def test_other_sizes(kind: str, options: dict[str, Any]) -> None:
     errors_of(numerics.oracle(OP, *draw(1, 201, 2, 1, D=150), decay=decay, **options))
 
 
-def test_no_choice_yet() -> None:
-    """No card has timed them: `wide_heads.TIMED`."""
+def test_they_are_chosen() -> None:
     for kind in ("head", "step"):
         arrays, decay = draw(1, 64, 1, 1, D=256), decay_of(kind, 1, 64, 1, "bthd")
         request, _ = numerics.prepare(OP, *arrays, decay=decay)
         spec = dataclasses.replace(request.spec, T=2**17, S=2**17)
         assert mosaic_gpu.unsupported(spec, "forward") is None
         assert mosaic_gpu.unsupported(spec, "backward") is None
-        assert not mosaic_gpu.beats_later_backends(spec, channel.GPU, False)
-        assert not mosaic_gpu.beats_later_backends(spec, channel.GPU, True)
+        assert mosaic_gpu.beats_later_backends(spec, channel.GPU, False)
+        assert mosaic_gpu.beats_later_backends(spec, channel.GPU, True)
         returns = dataclasses.replace(spec, return_state=True)
         assert mosaic_gpu.unsupported(returns, "forward") == (
             "does not support a state beside a decay without causal=True"

@@ -183,8 +183,9 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     if fit := _fit(spec, "backward" if backward_follows else "forward"):
         pays = fitted.pays(fit, backward_follows)
         return pays and beats_later_backends(fit.spec, device, backward_follows)
-    if frame.by_runs(spec) and not wide_heads.is_timed(spec):
-        return False
+    if frame.in_runs(spec) and not frame.is_wide(spec):
+        enough = ENOUGH_ROWS_BOTH_WAYS if spec.decay else ENOUGH_ROWS
+        return wide_heads.are_faster_in_runs(spec) and spec.B * spec.H * spec.T >= enough
     if frame.by_documents(spec) and not documents.are_faster_than_tritons(spec):
         return False
     # Triton's backward is faster behind its own forward: on an H100, B2 T16384 with segments of
