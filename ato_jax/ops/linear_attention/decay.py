@@ -35,17 +35,9 @@ MOST_LOST_OF_CHUNK = 60.0
 # The same kernels in float16. Its normal numbers lie between 2^-14 and 2^16. The decay multiplies
 # features by 2^-8 to 2^8, so features are scaled to at most 2^7 before (`mosaic_gpu/powers.py`).
 MOST_LOST_IN_FLOAT16 = 8.0
-# Hopper's kernels that walk runs of rows of which each sees both sides. No feature carries a factor
-# there, and in the sums for the decay's gradient a pair of a row with itself is none. But in
-# float16 states that lose 2^-12 or more in each step are near its smallest numbers: at T = 520 a
-# decay of -80 in every step left half of the gradient.
-MOST_LOST_OF_BOTH_SIDES = 384.0
 # Hopper's kernels, a decay per step and channel: m is the middle of a turn of 2 to 64 rows, and a
 # half of two rows, which is one step, must never be steep.
 MOST_LOST_OF_TURN = 80.0
-# The same kernels where features may be as large as exp's, or where the gradients read features of
-# 0 as 2^-60 (`features.of_flows`), which is normal in bfloat16 beside a factor of 2^-60.
-MOST_LOST_OF_TURN_ANY_MAP = 60.0
 # Triton's kernels, prepared features (`triton/prepared/`): m is the middle of a run of 128 rows.
 # Factors from 2^-70 to 2^70 leave the features as much again.
 MOST_LOST_OF_RUN = 70.0
@@ -58,12 +50,6 @@ MOST_LOST_EXACTLY = 11.5
 
 # Multiples of this, up to 2^24 of them, are added by float32 without rounding.
 EXACT_STEP = 2.0**-8
-
-
-def most_lost_of_turn(spec: LinearAttentionSpec) -> float:
-    """How much of its log2 half of a turn may lose, with a decay per step and channel on Hopper."""
-    is_bounded = spec.feature_map.name in ("elu1", "relu", "relu2", "softplus")
-    return MOST_LOST_OF_TURN if is_bounded else MOST_LOST_OF_TURN_ANY_MAP
 
 
 def most_lost_at_once(spec: LinearAttentionSpec) -> float:

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from ato_jax import mosaic
 from ato_jax.ops.linear_attention.alignment import runs_of_keys
-from ato_jax.ops.linear_attention.decay import most_lost_of_turn
 from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     causal_pieces,
@@ -45,6 +44,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.scans import flow_places, flows
 from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence, of_sequence
+from ato_jax.ops.linear_attention.scans.chunks import most_lost_of_turn
 from ato_jax.ops.linear_attention.scans.edges import Edges, at_edges, join_pieces
 from ato_jax.ops.linear_attention.scans.gates import OfPieces, of_pieces
 from ato_jax.ops.linear_attention.spec import (

@@ -182,7 +182,7 @@ def map_in_place(
 ) -> None:
     """Features of half a tile times exp2 of exponents, rounded once; 0 in all but the turn's rows,
     and those of keys in columns that the head does not have. `for_flows`: that the gradients read
-    them (`features.of_flows`)."""
+    them (`flow_features.of_flows`)."""
     maps, x, first = feature_maps.features(spec), mosaic.load(ref), half * HALF
     if are_keys:
         x = maps.present(x, first)

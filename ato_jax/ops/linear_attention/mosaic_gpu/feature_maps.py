@@ -8,7 +8,7 @@ A kernel asks `features(spec)` for phi and calls it on tiles in registers, [rows
                                0 in columns that the head does not have
     phi.unrounded(x)           phi(x) in float32
     phi.decayed(x, exponents, first)  phi(x) times exp2 of an exponent for each element, float32;
-                               with `for_flows`, of phi(x) as `features.of_flows` has it
+                               with `for_flows`, of phi(x) as `flow_features.of_flows` has it
     phi.slope_by_feature(x)    a function of y, y phi'(x) / phi(x), with phi(x) of `for_flows`
     phi.slope(x)               phi's derivative in float32
     phi.slope_of(x, phi_x)     the same where both x and phi(x) are at hand
@@ -38,11 +38,12 @@ import jax.numpy as jnp
 
 from ato_jax import meshes, mosaic
 from ato_jax.mosaic import F32, HALF
-from ato_jax.ops.linear_attention.features import FeatureMap, of_flows, slope_by_feature
+from ato_jax.ops.linear_attention.features import FeatureMap
 from ato_jax.ops.linear_attention.fits import LEAST_KEY as LEAST_KEY
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import LOG2_E
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
+from ato_jax.ops.linear_attention.scans.flow_features import of_flows, slope_by_feature
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 LARGEST_OF_FLOAT16 = 65504.0

@@ -57,10 +57,10 @@ from ato_jax.ops.linear_attention.spec import (
 State = tuple[jax.Array, jax.Array]
 
 # The least D V of heads of up to 128 columns, within documents and beside a decay both ways, from
-# which these kernels are faster than those behind them. On an H200, T 16384, documents in float16, D64 B8 H8: 0.94 ms, with
-# gradients 2.69, by Triton's 3.10 and 8.19. Documents and a decay per step both ways in bfloat16,
-# D128 B2 H16: 0.82 and 3.71, Triton's 1.86 and 6.42; D64 B8 H8: 1.22 and 6.38, Triton's 1.03 and
-# 3.28.
+# which these kernels are faster than those behind them. On an H200, T 16384, documents in
+# float16, D64 B8 H8: 0.94 ms, with gradients 2.69, by Triton's 3.10 and 8.19. Documents and a
+# decay per step both ways in bfloat16, D128 B2 H16: 0.82 and 3.71, Triton's 1.86 and 6.42; D64 B8
+# H8: 1.22 and 6.38, Triton's 1.03 and 3.28.
 LEAST_COLUMNS, LEAST_COLUMNS_BESIDE_A_DECAY = 64 * 64, 80 * 80
 
 class States(NamedTuple):

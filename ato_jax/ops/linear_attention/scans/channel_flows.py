@@ -22,8 +22,8 @@ from jax.experimental import pallas as pl
 from ato_jax import launch
 from ato_jax.launch import pallas_call
 from ato_jax.launch import triton as plgpu
-from ato_jax.ops.linear_attention.features import slope_by_feature
 from ato_jax.ops.linear_attention.scans.chunks import RUN
+from ato_jax.ops.linear_attention.scans.flow_features import slope_by_feature
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.triton.arithmetic import EXACT
 

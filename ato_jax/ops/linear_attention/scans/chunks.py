@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from ato_jax.ops.linear_attention.decay import (
     MOST_LOST_IN_FLOAT16,
-    MOST_LOST_OF_BOTH_SIDES,
     MOST_LOST_OF_CHUNK,
+    MOST_LOST_OF_TURN,
 )
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.triton.arithmetic import LOG2_E as LOG2_E
@@ -28,6 +28,14 @@ PARTS = ALIKE // 2
 # Chunks over which the gradient of a decay per step and channel is summed at once, and their steps.
 CHUNKS_OF_RUN = 4
 RUN = CHUNKS_OF_RUN * C
+# What half a chunk may lose where runs of rows are walked of which each sees both sides. No feature
+# carries a factor there, and in the sums for the decay's gradient a pair of a row with itself is
+# none. But in float16 states that lose 2^-12 or more in each step are near its smallest numbers: at
+# T = 520 a decay of -80 in every step left half of the gradient.
+MOST_LOST_OF_BOTH_SIDES = 384.0
+# `MOST_LOST_OF_TURN` where features may be as large as exp's, or where the gradients read features
+# of 0 as 2^-60 (`flow_features.py`), which is normal in bfloat16 beside a factor of 2^-60.
+MOST_LOST_OF_TURN_ANY_MAP = 60.0
 
 
 class Cut(Protocol):
@@ -75,6 +83,12 @@ def most_lost(spec: LinearAttentionSpec) -> float:
     if not spec.causal and (in_runs(spec) or max(spec.D, spec.V) > TILE_COLUMNS):
         return MOST_LOST_OF_BOTH_SIDES
     return MOST_LOST_IN_FLOAT16 if spec.dtype == "float16" else MOST_LOST_OF_CHUNK
+
+
+def most_lost_of_turn(spec: LinearAttentionSpec) -> float:
+    """How much half of a turn may lose, with a decay per step and channel (`channel_turns.py`)."""
+    is_bounded = spec.feature_map.name in ("elu1", "relu", "relu2", "softplus")
+    return MOST_LOST_OF_TURN if is_bounded else MOST_LOST_OF_TURN_ANY_MAP
 
 
 def is_steep(spec: LinearAttentionSpec, middle: Any, last: Any) -> Any:
