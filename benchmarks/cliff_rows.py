@@ -191,6 +191,10 @@ def _gates(D: int) -> Iterator[Step]:
         yield Step("gates", "channel gate", channel, _channel_base(), Target(0.7))
     not_normalised = dataclasses.replace(channel, options=(("normalize", False),))
     yield Step("gates", "channel gate, not normalised", not_normalised, channel)
+    of_gla = dataclasses.replace(channel, **IDENTITY)
+    yield Step("gates", "channel gate, identity, not normalised", of_gla, channel, Target(0.9))
+    in_segments = dataclasses.replace(channel, documents=1024)
+    yield Step("gates", "channel gate, segments of 1024", in_segments, channel, Target(0.75))
 
 
 def _channel_base() -> Row:
