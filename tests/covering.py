@@ -457,7 +457,7 @@ MOSAIC = Space(
         Rule(
             ("padding", "widths", "causal"),
             lambda padding, widths, causal: padding != "none" and widths[0] > 128 and causal,
-            "does not support lengths with more than 128 columns with causal=True",
+            "does not support lengths with more than 128 columns and causal=True",
         ),
         Rule(
             ("padding", "widths", "causal", "segments"),
@@ -506,7 +506,7 @@ MOSAIC = Space(
                 and lengths not in ("whole chunks", "one chunk")
                 and (decay == "channel" or widths[0] > 128)
             ),
-            "return_state with causal=True needs T to be a multiple",
+            "return_state needs T to be a multiple",
         ),
         Rule(
             ("decay", "widths"),

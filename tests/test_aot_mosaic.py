@@ -127,7 +127,7 @@ CALLS = [
     (Call(1, 16384, 32, 64, causal=False, dtype="float32", precision="tf32"), 9, {}),
     (
         Call(1, 16384, 8, 256, causal=False, segments=True),
-        35,
+        36,
         {
             "both_ways_wide_output": 392,
             "both_ways_wide_query_gradient": 1112,

@@ -566,19 +566,17 @@ def test_who_is_asked_for_what() -> None:
         assert choice.backend == "mosaic_gpu"
         assert (choice.fallback.backend if choice.fallback else None) == after
     assert "Hopper" in str(mosaic_gpu.unsupported_device(ampere, False))
-    lengths, gated = jnp.array([3]), {"decay": -jnp.ones(k.shape)}
+    lengths = jnp.array([3])
     both_ways = {"decay": -jnp.ones(1)}
     spec = api.prepare(q, k, v, **both_ways).spec
     assert mosaic_gpu.unsupported(spec, "forward") is None
     assert "gradients of a decay per head" in str(mosaic_gpu.unsupported(spec, "backward"))
-    assert backend(channel.GPU, **both_ways) == "triton"
-    for options, name in (
-        ({"kv_lengths": lengths, "q_lengths": lengths + 1}, "queries and keys that differ"),
-        (gated | {"feature_map": "silu"}, "feature_map='elu1' with gates per channel"),
-    ):
-        spec = api.prepare(q, k, v, **{"causal": True, **options}).spec
-        assert name in str(mosaic_gpu.unsupported(spec, "forward"))
-        assert backend(channel.GPU, **{"causal": True, **options}) == "triton"
+    assert backend(channel.GPU, **both_ways) == "mosaic_gpu"
+    assert backend(channel.GPU, followed=True, **both_ways) == "triton"
+    options = {"causal": True, "kv_lengths": lengths, "q_lengths": lengths + 1}
+    spec = api.prepare(q, k, v, **options).spec
+    assert "queries and keys that differ" in str(mosaic_gpu.unsupported(spec, "forward"))
+    assert backend(channel.GPU, **options) == "triton"
     many = ato_jax.favor(jax.random.key(0), 300, 128)
     spec = api.prepare(q, k, v, feature_map=many).spec
     assert "number of features, 300" in str(mosaic_gpu.unsupported(spec, "forward"))

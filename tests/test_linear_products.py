@@ -302,9 +302,14 @@ def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> N
         assert "xla.products" not in backends(D=155, T=128, **dtype)
         for gated in every_gate:
             assert backends(D=155, causal=True, **gated, **dtype) == ["xla.products"] * 3
-            assert backends(D=155, **gated, **dtype) == ["xla.products"] * 3
-            assert backends(D=96, **gated, **dtype) == ["triton", *["xla.products"] * 2]
-            assert backends(D=64, **gated, **dtype) == ["triton"] * 3
+            in_documents = "tf32" not in dtype and "documents" in gated
+            one_way = "mosaic_gpu" if in_documents else "xla.products"
+            assert backends(D=155, **gated, **dtype) == [one_way] * 3
+            one_way = "mosaic_gpu" if in_documents else "triton"
+            assert backends(D=64, **gated, **dtype) == [one_way] * 3
+            by_products = ["triton", *["xla.products"] * 2]
+            wanted = by_products if "tf32" in dtype else ["mosaic_gpu"] * 3
+            assert backends(D=96, **gated, **dtype) == wanted
     for gated in every_gate:
         for causal in (False, True):
             for D in (80, 256):
@@ -314,10 +319,8 @@ def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> N
             found = backends(D=64, dtype="float32", causal=causal, **gated)
             assert found == ["triton", wanted, wanted]
     for gated in every_gate:
-        one_way = "triton" if "decay" in gated else "mosaic_gpu"
-        assert backends(D=192, **gated) == [one_way] * 3
-        whole = ["mosaic_gpu", "triton", "triton"] if gated.get("decay") == "head" else None
-        assert backends(D=192, causal=True, **gated) == (whole or ["mosaic_gpu"] * 3)
+        assert backends(D=192, **gated) == ["mosaic_gpu"] * 3
+        assert backends(D=192, causal=True, **gated) == ["mosaic_gpu"] * 3
     for gated in every_gate:
         assert backends(D=512, causal=True, **gated) == ["xla.products"] * 3
     assert backends(D=512, causal=True, decay="channel") == ["xla"] * 3

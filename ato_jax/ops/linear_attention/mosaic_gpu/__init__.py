@@ -120,6 +120,8 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
             return "does not support float32 with a decay or segments"
         if spec.causal and (spec.q_lengths or spec.kv_lengths):
             return "does not support float32 with causal=True and lengths"
+    if spec.decay == "channel" and not spec.causal:
+        return "does not support a decay per channel without causal=True"
     if lacking := refusals.unsupported_sizes(spec):
         return f"needs {lacking}, got D={spec.D}, V={spec.V}"
     if frame.heads_of_tile(spec) == 2 and (lacking := refusals.unsupported_pairs(spec)):
@@ -128,8 +130,6 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
         return lacking
     if spec.decay == "channel" and (lacking := refusals.unsupported_padding(spec)):
         return lacking
-    if spec.decay == "channel" and not spec.causal:
-        return "does not support a decay per channel without causal=True"
     if spec.segments and (lacking := steps.unsupported_segments(spec, phase)):
         return f"does not support segments {lacking}"
     if (spec.q_lengths or spec.kv_lengths) and (lacking := steps.unsupported_lengths(spec, phase)):
@@ -147,10 +147,7 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"does not support {lacking} without causal=True"
     lacking = steps.unsupported_lengths(spec, phase)
     if spec.return_state and spec.T % frame.C and lacking:
-        return (
-            f"return_state with causal=True needs T to be a multiple of {frame.C} {lacking}, "
-            f"got {spec.T}"
-        )
+        return f"return_state needs T to be a multiple of {frame.C} {lacking}, got {spec.T}"
     if phase == "backward" and spec.decay == "channel" and spec.T <= frame.C:
         return f"needs T above {frame.C} for the gradients of a decay per channel"
     of_one_head = spec.decay == "channel" or frame.by_runs(spec)
@@ -183,6 +180,8 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     if fit := _fit(spec, "backward" if backward_follows else "forward"):
         pays = fitted.pays(fit, backward_follows)
         return pays and beats_later_backends(fit.spec, device, backward_follows)
+    if backward_follows and refusals.may_cancel(spec):
+        return False
     if frame.in_runs(spec) and not frame.is_wide(spec):
         enough = ENOUGH_ROWS_BOTH_WAYS if spec.decay else ENOUGH_ROWS
         return wide_heads.are_faster_in_runs(spec) and spec.B * spec.H * spec.T >= enough

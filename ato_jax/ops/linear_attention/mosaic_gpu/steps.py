@@ -24,7 +24,7 @@ def unsupported_lengths(spec: LinearAttentionSpec, phase: str) -> str | None:
     if spec.decay == "channel":
         return "with a decay per channel"
     if frame.by_runs(spec) and frame.is_wide(spec):
-        return f"with more than {frame.F} columns with causal=True, segments or a decay"
+        return f"with more than {frame.F} columns and causal=True, segments or a decay"
     if frame.by_runs(spec):
         return "with segments or a decay in float16, or with both, and without causal=True"
     if spec.causal and spec.offset is None:
