@@ -129,9 +129,9 @@ CALLS = [
         Call(1, 16384, 8, 256, causal=False, segments=True),
         36,
         {
-            "both_ways_wide_output": 392,
-            "both_ways_wide_query_gradient": 1112,
-            "both_ways_wide_key_gradients": 872,
+            "both_ways_wide_output": 16,
+            "both_ways_wide_query_gradient": 704,
+            "both_ways_wide_key_gradients": 896,
         },
     ),
     (

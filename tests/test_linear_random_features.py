@@ -279,4 +279,4 @@ def test_what_is_supported() -> None:
     assert "bfloat16" in str(reason(dtype="float32"))
     assert "number of features, 300" in str(reason(features=300))
     by_channel = -jnp.ones((1, 128, 2, 128))
-    assert "elu1" in str(reason(causal=True, decay=by_channel))
+    assert "features that are not elementwise" in str(reason(causal=True, decay=by_channel))
