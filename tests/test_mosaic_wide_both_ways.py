@@ -24,7 +24,8 @@ from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
 
 
 def errors_of(wanted: numerics.Oracle) -> dict[str, float]:
-    """What the kernels find, in two pieces where there are two runs; it is within the budgets."""
+    """Runs the kernels with two pieces, checks that all results are within their budgets, and
+    returns each result's error beside its norm."""
     configs = dict.fromkeys(("forward_config", "backward_config"), {"pieces": 2, "blocks": 3})
     with ato_jax.interpret():
         found = numerics.run_backends(

@@ -70,7 +70,8 @@ VALUES_REGISTERS, MEMORY_REGISTERS = 232, 40
 
 
 class Factors(NamedTuple):
-    """What a chunk's products multiply, in shared memory or in registers."""
+    """The factors of a chunk's products. Some are tiles in shared memory, the others are in
+    registers."""
 
     g: Any
     state: Any  # S^T, rounded

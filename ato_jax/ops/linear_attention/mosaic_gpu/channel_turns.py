@@ -85,7 +85,8 @@ class Masks(NamedTuple):
         return self.borders.adds if self.turn is None else self.borders.rows[self.turn.last]
 
     def left(self, x: jax.Array) -> jax.Array:
-        """What a border leaves of the state ahead, x."""
+        """Returns x, which belongs to the state ahead of the rows, or 0 where a border lies between
+        that state and their last row."""
         if self.turn is None or self.borders.exist is None:
             return self.borders.left(x)
         first, last = self.turn.first, self.turn.last

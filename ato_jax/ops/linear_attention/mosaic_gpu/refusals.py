@@ -77,16 +77,17 @@ def unsupported_in_float16(spec: LinearAttentionSpec, phase: str) -> str | None:
 
 
 def may_cancel(spec: LinearAttentionSpec) -> bool:
-    """Whether the gradient of a decay both ways is so few numbers that all of them may cancel by
-    chance, and more than rounding leaves. Where values have a mean beside which they vary little,
-    states that are rounded hold little of the rest: with one head, values of mean 5 and 513 rows it
-    was up to 3.1e-2 off, of 1e-2. Triton's kernels multiply such calls in TF32."""
+    """Whether rounding may be more than what is left of the gradient of a decay both ways. It has
+    one number for each head, and in a few heads the terms of all of them may cancel by chance.
+    Rounded states lose how values differ from their mean where that is large: with one head, values
+    of mean 5 and 513 rows the gradient was up to 3.1e-2 off, of 1e-2. Triton's kernels multiply
+    such calls in TF32."""
     few = spec.G <= FEW_HEADS and spec.decay == "head" and spec.normalize
     return few and frame.both_ways(spec) and frame.by_runs(spec)
 
 
 def unsupported_both_ways(spec: LinearAttentionSpec, phase: str) -> str | None:
-    """Of calls with a decay and without causal=True."""
+    """Says what the kernels lack for a call with a decay and without causal=True."""
     if frame.by_runs(spec):
         return "a state beside a decay" if spec.initial_state or spec.return_state else None
     if phase == "forward":

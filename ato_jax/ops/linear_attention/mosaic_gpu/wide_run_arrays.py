@@ -26,8 +26,8 @@ class Beyond(NamedTuple):
 
 class Arrays(NamedTuple):
     """A pass's inputs, in the order of its operands: x, y and p of its table; S and z or R and u as
-    `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q; and v for DV
-    where a decay is per head, which is the x of DK.
+    `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q; and v for DV,
+    which is the x of DK, where pairs are weighed for a decay's gradient.
 
     Four are of `wide_factors.Factors`, where there are any: `sums`; `limit`, the first row that a
     row sees, or from the end the last one; what it reads of its run's state; and, for DQ, of its

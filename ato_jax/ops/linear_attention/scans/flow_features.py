@@ -1,4 +1,5 @@
-"""Features from whose products with their gradients these gradients are found again."""
+"""Features phi(x) for kernels that leave only phi(x) d_phi: the gradient d_phi is found again by a
+division."""
 
 from __future__ import annotations
 
