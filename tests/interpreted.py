@@ -23,12 +23,3 @@ def no_races(monkeypatch: pytest.MonkeyPatch) -> None:
     if program.interpreter is not None:
         interpreter = functools.partial(program.interpreter, detect_races=True)
         monkeypatch.setattr(program, "interpreter", interpreter)
-
-
-@pytest.fixture
-def stored_twice(no_races: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the search for races, for a kernel of which two blocks store equal values at one
-    place: `wide_states.py`, of values of three times 64 columns."""
-    if program.interpreter is not None:
-        interpreter = functools.partial(program.interpreter, detect_races=False)
-        monkeypatch.setattr(program, "interpreter", interpreter)

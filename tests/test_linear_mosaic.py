@@ -23,7 +23,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.scans import channel_flows, flow_places
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 OP = "linear_attention"
 
@@ -179,7 +179,6 @@ def test_heads_of_other_sizes(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 def test_features_that_are_rounded_alike() -> None:
     """1 + 2^-8 lies in the middle between two numbers of bfloat16."""
     q, k, v = draw(1, 72, 1, 1, D=176)

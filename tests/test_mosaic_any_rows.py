@@ -17,7 +17,7 @@ import ato_jax
 from ato_jax.ops.linear_attention import mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import frame, row_copies
 from tests import numerics
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 
 def check(D: int, T: int, options: dict[str, Any]) -> None:
@@ -49,7 +49,6 @@ def test_where_every_query_sees_every_key(D: int, T: int, options: dict[str, Any
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, options",
     [

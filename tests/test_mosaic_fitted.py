@@ -17,7 +17,7 @@ from ato_jax.ops.linear_attention import mosaic_gpu, xla
 from ato_jax.ops.linear_attention.mosaic_gpu import narrow
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Outputs
 from tests import numerics
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 OP = "linear_attention"
 
@@ -174,7 +174,6 @@ INTERPRETED = [
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize("shape, layout, words", INTERPRETED)
 def test_kernels(shape: str, layout: str, words: str) -> None:
     of = sizes(shape)

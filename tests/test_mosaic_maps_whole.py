@@ -20,7 +20,7 @@ from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention.scans import totals
 from ato_jax.ops.linear_attention.spec import Residuals
 from tests import numerics
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 OP = "linear_attention"
 
@@ -64,7 +64,6 @@ def test_every_query_sees_every_key(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize("feature_map, T", [("exp", 136), ("silu", 72)])
 def test_wide_heads_up_to_each_query(feature_map: str, T: int) -> None:
     wanted = numerics.oracle(OP, *draw(1, T, 1, 1, D=192), causal=True, feature_map=feature_map)

@@ -16,7 +16,7 @@ from test_mosaic_wide_gates import ids_of
 
 from ato_jax.ops.linear_attention import mosaic_gpu
 from tests import numerics
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 
 def wanted_of(

@@ -20,7 +20,7 @@ import ato_jax
 from ato_jax.ops.linear_attention import mosaic_gpu
 from ato_jax.ops.linear_attention.scans import chunks
 from tests import numerics
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 
 def errors_of(wanted: numerics.Oracle) -> dict[str, float]:
@@ -53,7 +53,6 @@ def is_steep(decay: jax.Array, layout: str, D: int, dtype: str) -> bool:
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_steep_chunks_are_the_next_backends(dtype: str) -> None:
     """No two rows see each other."""
@@ -64,7 +63,6 @@ def test_steep_chunks_are_the_next_backends(dtype: str) -> None:
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, layout, dtype, decay, options",
     [
@@ -86,7 +84,6 @@ def test_of_heads(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, layout, dtype, strength, options",
     [
@@ -112,7 +109,6 @@ def test_of_steps(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, layout, dtype, kind, names, options",
     [
@@ -143,7 +139,6 @@ def test_heads_of_256_columns(kind: str) -> None:
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "kind, options", [("head", {"kv_lengths": jnp.array([150])}), ("step", {})]
 )

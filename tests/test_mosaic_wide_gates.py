@@ -21,7 +21,7 @@ from ato_jax.ops.linear_attention import mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import wide_factors, wide_heads
 from ato_jax.ops.linear_attention.scans import borders, gates
 from tests import numerics
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 # Rows of each segment. A run has 256 rows, and a chunk 64.
 SEGMENTS = {
@@ -40,7 +40,6 @@ def ids_of(T: int, *names: str) -> jax.Array:
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, H, layout, names, decay, given, options",
     [
@@ -87,7 +86,6 @@ def test_beside_the_reference(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 def test_groups_share_a_decay() -> None:
     """The forward pass alone: these gradients need H = G."""
     options = {"segment_ids": ids_of(320, "some"), "decay": decay_of("step", 1, 320, 1, "bthd")}
@@ -96,7 +94,6 @@ def test_groups_share_a_decay() -> None:
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize("T, strength, is_steep", [(136, 3.0, False), (144, 40.0, True)])
 def test_steep_chunks_are_the_next_backends(
     T: int, strength: float, is_steep: bool, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +116,6 @@ def test_steep_chunks_are_the_next_backends(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize("strength", [1.0, 40.0])
 def test_under_vmap(strength: float) -> None:
     """The arrays become a larger batch, so that the branch on steep chunks stays one."""
@@ -143,7 +139,6 @@ def test_under_vmap(strength: float) -> None:
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, layout, dtype, decay, names, given, options",
     [

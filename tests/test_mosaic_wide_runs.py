@@ -17,7 +17,7 @@ from test_mosaic_wide_gates import ids_of
 from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import powers, wide_powers
 from tests import numerics
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 
 def wanted_of(
@@ -47,7 +47,6 @@ def wanted_of(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, options",
     [
@@ -66,7 +65,6 @@ def test_causal_in_float16(D: int, T: int, options: dict[str, Any]) -> None:
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, names, options",
     [
@@ -83,7 +81,6 @@ def test_documents(D: int, T: int, names: str, options: dict[str, Any]) -> None:
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, lengths, options",
     [
@@ -121,7 +118,6 @@ def test_heads_of_256_columns(causal: bool, dtype: str) -> None:
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "D, T, options",
     [

@@ -14,18 +14,17 @@ ahead of it (`wide_factors.py`). In float16 phi(k) and S or R are multiplied by 
 they are rounded (`wide_powers.py`), and the power of phi' is part of inverse.
 
     memory    loads chunks of x and y, which are k and v or q and g, as slots come free
-    sums      phi(x)^T [64, C] in registers, times 128 columns of y; where a run begins, stores the
-              sums [64, 128] as they are by then
+    sums      each 64 features: phi(x)^T [64, C] in registers, times all columns of y; where a run
+              begins, stores the sums [64, V] as they are by then
 
-So a piece is walked by as many blocks as have a part of its state, and these are enough to fill the
-card where other kernels need more pieces. Where values are three times 64 columns, both blocks make
-those in the middle.
+Features are mapped once, whatever the number of values. Two or three warpgroups fill a
+multiprocessor's registers with sums, so a state of 256 features is two blocks'.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -49,21 +48,19 @@ from ato_jax.mosaic import (
     load,
     multiply,
 )
-from ato_jax.mosaic.roles import playing
+from ato_jax.mosaic.roles import workers_registers
+from ato_jax.mosaic.tiles import tiled
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, wide_powers
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# Of keys, and of queries with their inverse and e: two blocks share a multiprocessor.
-STAGES, STAGES_OF_QUERIES = 4, 3
-REGISTERS = mosaic.REGISTERS // 4  # with more, a block has a multiprocessor to itself
-SUMS, MEMORY = Role("sums", REGISTERS), Role("memory", REGISTERS)
-COLUMNS = 2  # blocks of 64 values
-
-
-# What a chunk takes in the sums of pieces, of its time here; another kernel and a scan, in chunks.
-CHUNK_OF_SUMS, CUT = 0.4, 4.0
+STAGES = 3
+MOST_WORKERS = 3  # warpgroups of a block whose sums fit its registers, where V = D = 192
+MEMORY = Role("memory", mosaic.MEMORY_REGISTERS)
+# What cutting a sequence costs, in the time of a chunk: another kernel and a scan.
+CUT = 12.0
 
 
 def chunks_at_once(spec: LinearAttentionSpec) -> int:
@@ -73,48 +70,46 @@ def chunks_at_once(spec: LinearAttentionSpec) -> int:
 
 def pieces_of(spec: LinearAttentionSpec, blocks: int) -> int:
     """So many that all multiprocessors have a part of a state to walk, and few rows are read
-    twice."""
-    runs, parts = runs_of(spec), spec.B * spec.G * parts_of_state(spec)
+    twice: a chunk takes as long in the sums of pieces as it does here."""
+    runs, heads = runs_of(spec), spec.B * spec.G
 
     def cost(pieces: int) -> float:
         each = int(pl.cdiv(runs, pieces)) * CHUNKS_OF_RUN
-        # A multiprocessor has room for two blocks, which share its time.
-        found = max(1.0, parts * pieces / blocks) * each
+        found = float(pl.cdiv(heads * parts_of_state(spec) * pieces, blocks)) * each
         if pieces > 1:
-            found += CUT + CHUNK_OF_SUMS * max(1.0, parts * (pieces - 1) / blocks) * each
+            of_sums = heads * blocks_of_state(spec) * (pieces - 1)
+            found += CUT + float(pl.cdiv(of_sums, blocks)) * each
         return found
 
     return min(range(1, runs + 1), key=cost)
 
 
+def workers_of(spec: LinearAttentionSpec) -> int:
+    """How many warpgroups of a block have 64 features each."""
+    count = spec.D // HALF
+    return count if count <= MOST_WORKERS else count // 2
+
+
 def parts_of_state(spec: LinearAttentionSpec) -> int:
     """How many blocks share a state."""
-    return spec.D // HALF * int(pl.cdiv(spec.V // HALF, COLUMNS))
+    return spec.D // HALF // workers_of(spec)
 
 
 def runs_of(spec: LinearAttentionSpec) -> int:
     return int(pl.cdiv(spec.T, CHUNKS_OF_RUN * C))
 
 
-class Roles(mosaic.Roles):
-    """Roles that keep the registers of the launch. A launch that deals registers takes all of a
-    multiprocessor's."""
-
-    def play(self, role: Role, part: Callable[..., None]) -> None:
-        @pl.when(mosaic.group() == self.first(role))
-        def _() -> None:
-            token = playing.set(role)
-            try:
-                part()
-            finally:
-                playing.reset(token)
+def sums_of(spec: LinearAttentionSpec) -> Role:
+    """The role of the warpgroups that add up."""
+    workers = workers_of(spec)
+    return Role("sums", workers_registers(workers), workers)
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
-    x: Array  # [stages, C, 64]
-    y: Array  # [stages, COLUMNS, C, 64]
-    state: Array  # [COLUMNS, 64, 64]: the sums at the piece's start, then what is stored
+    x: Array  # [stages, workers, C, 64]
+    y: Array  # [stages, C, V], in blocks of 64 columns
+    state: Array  # [workers, V / 64, 64, 64]: the sums at the piece's start, then what is stored
     rows: Array  # [stages, vectors, C] float32
     chunks: Ring  # of x, y and rows
     start_loaded: Signal
@@ -143,27 +138,24 @@ class Walk:
     vectors: Any
 
     @property
-    def values(self) -> int:
-        return self.spec.V // HALF
+    def tiling(self) -> row_copies.ByBlocks:
+        return row_copies.by_blocks(self.spec, always=True)
 
     @property
-    def shares(self) -> int:
-        return int(pl.cdiv(self.values, COLUMNS))
+    def workers(self) -> int:
+        return workers_of(self.spec)
 
-    def part_of(self, item: Item) -> Any:
-        return lax.rem(item.head, parts_of_state(self.spec))
+    @property
+    def columns(self) -> int:
+        """How many blocks of 64 values there are."""
+        return self.spec.V // HALF
 
     def head_of(self, item: Item) -> Any:
         return lax.div(item.head, parts_of_state(self.spec))
 
-    def block_of(self, item: Item) -> Any:
-        """Which 64 features are its own."""
-        return lax.div(self.part_of(item), self.shares)
-
-    def first_value(self, item: Item) -> Any:
-        """The first of its blocks of 64 values."""
-        share = lax.rem(self.part_of(item), self.shares)
-        return jnp.minimum(share * COLUMNS, self.values - COLUMNS)
+    def block_of(self, item: Item, worker: Any) -> Any:
+        """Which 64 features are a warpgroup's."""
+        return lax.rem(item.head, parts_of_state(self.spec)) * self.workers + worker
 
     def place_of(self, item: Item, chunk: Any) -> Any:
         """The number in memory, within the piece, of the chunk that is walked as number `chunk`."""
@@ -173,9 +165,9 @@ class Walk:
         """None where there are none."""
         return None if self.powers is None else self.powers[item.batch, self.head_of(item), number]
 
-    def of_state(self, ref: Any, item: Item, number: Any, column: int) -> Any:
-        own = pl.ds(self.block_of(item) * HALF, HALF)
-        values = pl.ds((self.first_value(item) + column) * HALF, HALF)
+    def of_state(self, ref: Any, item: Item, number: Any, worker: Any, column: int) -> Any:
+        own = pl.ds(self.block_of(item, worker) * HALF, HALF)
+        values = pl.ds(column * HALF, HALF)
         return ref.at[item.batch, self.head_of(item), number, own, values]
 
 
@@ -204,9 +196,7 @@ def wide_states(
       powers: [B, heads, 2] in float32, in float16: of phi(k), and of the sums in that dtype.
     """
     heads, of_queries = deal.heads, len(of_rows) == 2
-    # Of two blocks on a multiprocessor one multiplies while the other one waits.
-    blocks = 2 * deal.most_blocks
-    deal = dataclasses.replace(deal, heads=heads * parts_of_state(spec), most_blocks=blocks)
+    deal = dataclasses.replace(deal, heads=heads * parts_of_state(spec))
     rows = [*of_rows, *([] if keeps is None else [keeps])]
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
@@ -220,8 +210,9 @@ def wide_states(
         jax.ShapeDtypeStruct((spec.B, heads, runs, spec.D, spec.V), frame.tiling(spec).dtype),
         jax.ShapeDtypeStruct((spec.B, heads, runs * CHUNKS_OF_RUN, spec.D), F32),
     )
-    roles, parts = Roles((SUMS, MEMORY)), ((MEMORY, memory), (SUMS, add_up))
-    program = mosaic.Program(roles, storage_of(spec, of_queries, len(rows)), parts, bind)
+    sums = sums_of(spec)
+    roles, parts = mosaic.Roles((sums, MEMORY)), ((MEMORY, memory), (sums, add_up))
+    program = mosaic.Program(roles, storage_of(spec, sums, len(rows)), parts, bind)
     arrays = x, y, *start, *rows, *([] if powers is None else [powers])
     found: tuple[jax.Array, jax.Array] = mosaic.launch(
         frame.name_of(name), program, deal, out_type, arrays
@@ -229,20 +220,21 @@ def wide_states(
     return found
 
 
-def storage_of(spec: LinearAttentionSpec, of_queries: bool, vectors: int) -> Storage:
-    tiling, stages = frame.tiling(spec), STAGES_OF_QUERIES if of_queries else STAGES
-    x = Buffer(tiling.of_rows(stages, C, HALF))
-    y = Buffer(tiling.of_rows(stages, COLUMNS, C, HALF), copies=COLUMNS)
-    state = Buffer(tiling.shared(COLUMNS, HALF, HALF), copies=COLUMNS)
-    rows = Buffer(plgpu.SMEM((stages, vectors, C), F32), copies=vectors) if vectors else None
+def storage_of(spec: LinearAttentionSpec, sums: Role, vectors: int) -> Storage:
+    tiling, columns = row_copies.by_blocks(spec, always=True), spec.V // HALF
+    workers = sums.warpgroups
+    x = Buffer(tiling.of_rows(STAGES, workers, C, HALF), copies=workers)
+    y = Buffer(tiling.tiles(STAGES), copies=tiling.blocks)
+    state = Buffer(tiling.shared(workers, columns, HALF, HALF), copies=workers * columns)
+    rows = Buffer(plgpu.SMEM((STAGES, vectors, C), F32), copies=vectors) if vectors else None
     return Storage(
         x=x,
         y=y,
         state=state,
         rows=rows,
-        chunks=Ring.of(stages, (x, y, rows), (SUMS,)),
+        chunks=Ring.of(STAGES, (x, y, rows), (sums,)),
         start_loaded=Signal((state,)),
-        start_free=Signal((SUMS,)),
+        start_free=Signal((sums,)),
     )
 
 
@@ -253,25 +245,26 @@ def memory(walk: Walk) -> None:
 
 
 def load_piece(walk: Walk, item: Item) -> None:
-    own, tiling, head = walk.own, frame.tiling(walk.spec), walk.head_of(item)
-    block, first = walk.block_of(item), walk.first_value(item)
+    own, tiling, head = walk.own, walk.tiling, walk.head_of(item)
     pl.when(item.number > 0)(own.start_free.wait)
-    for column in range(COLUMNS):
-        source = walk.of_state(walk.start, item, item.piece, column)
-        plgpu.copy_gmem_to_smem(source, own.state.at[column], own.start_loaded.barrier)
+    for worker in range(walk.workers):
+        for column in range(walk.columns):
+            source = walk.of_state(walk.start, item, item.piece, worker, column)
+            target = own.state.at[worker, column]
+            plgpu.copy_gmem_to_smem(source, target, own.start_loaded.barrier)
 
     def load_chunk(chunk: Any, _: None) -> None:
         step, rows = item.before + chunk, item.rows(walk.place_of(item, chunk))
         slot = own.chunks.slot(step)
-        loaded = own.chunks.produced.at[slot]
+        loaded = own.chunks.produced.at
         own.chunks.acquire(step)
-        row_copies.copy_block(tiling, walk.x, item, rows, head, block, own.x.at[slot], loaded)
-        for column in range(COLUMNS):
-            of_values = walk.y, item, rows, head, first + column
-            row_copies.copy_block(tiling, *of_values, own.y.at[slot, column], loaded)
+        for worker in range(walk.workers):
+            of_worker = walk.x, item, rows, head, walk.block_of(item, worker)
+            row_copies.copy_block(tiling, *of_worker, own.x.at[slot, worker], loaded[slot])
+        tiling.copy_tile(walk.y, item, rows, head, own.y, slot, own.chunks.produced)
         for number, ref in enumerate(walk.rows):
             source = ref.at[item.batch, head, rows]
-            plgpu.copy_gmem_to_smem(source, own.rows.at[slot, number], loaded)
+            plgpu.copy_gmem_to_smem(source, own.rows.at[slot, number], loaded[slot])
 
     lax.fori_loop(0, item.chunks, load_chunk, None)
 
@@ -283,8 +276,8 @@ def add_up(walk: Walk) -> None:
 
 def map_keys(walk: Walk, item: Item, x: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
     """phi(k) [64, C], and what the chunk adds to the vector."""
-    maps, tiling = feature_maps.features(walk.spec), frame.tiling(walk.spec)
-    first = walk.block_of(item) * HALF if tiling.is_filled else 0
+    maps, tiling = feature_maps.features(walk.spec), walk.tiling
+    first = walk.block_of(item, mosaic.group()) * HALF if tiling.is_filled else 0
     power = walk.power(item, wide_powers.KEYS)
     if not walk.rows and power is None:
         phi = maps.transposed_keys(x, first)
@@ -306,28 +299,30 @@ def map_queries(
     """phi' [64, C], and what the chunk adds to the vector."""
     spec, maps = walk.spec, feature_maps.features(walk.spec)
     inverse, e = (load(walk.own.rows.at[slot, number], OF_COLUMNS) for number in range(2))
-    phi = maps.unrounded_transposed_queries(x, walk.block_of(item) * HALF)
+    first = walk.block_of(item, mosaic.group()) * HALF
+    phi = maps.unrounded_transposed_queries(x, first)
     phi = phi * mosaic.in_rows(inverse, HALF)
     e = mosaic.in_rows(e, HALF)
     if spec.T % C and not maps.slope_is_known:
         # Beyond the end g and e are 0, but phi(0) inverse may be large or not finite.
         here = mosaic.hidden_position(1) < spec.T - item.first_row - place * C
         phi, e = jnp.where(here, phi, 0.0), jnp.where(here, e, 0.0)
-    return mosaic.rounded(phi, frame.tiling(spec).dtype), -jnp.sum(phi * e, axis=1)
+    return mosaic.rounded(phi, walk.tiling.dtype), -jnp.sum(phi * e, axis=1)
 
 
 def sum_piece(walk: Walk, item: Item) -> None:
-    own, head = walk.own, walk.head_of(item)
-    of_block = pl.ds(walk.block_of(item) * HALF, HALF)
+    own, head, worker = walk.own, walk.head_of(item), mosaic.group()
+    of_block = pl.ds(walk.block_of(item, worker) * HALF, HALF)
     first_chunk = lax.div(item.first_row, C)
     own.start_loaded.wait()
-    sums = tuple(load(own.state.at[column]).astype(F32) for column in range(COLUMNS))
+    of_start = (load(own.state.at[worker, column]) for column in range(walk.columns))
+    sums = tuple(part.astype(F32) for part in of_start)
     power = walk.power(item, wide_powers.SUMS)
     if power is not None:
         sums = tuple(part * (1 / power) for part in sums)
-    of_start = walk.start_vector.at[item.batch, head, item.piece, of_block]
+    start = walk.start_vector.at[item.batch, head, item.piece, of_block]
     # A mesh's axes belong to the type of what is loaded, but not to that of a sum.
-    vector = load(of_start, OF_ROWS, optimized=False) + 0.0
+    vector = load(start, OF_ROWS, optimized=False) + 0.0
 
     def sum_chunk(chunk: Any, carried: Any) -> Any:
         sums, vector = carried
@@ -337,13 +332,9 @@ def sum_piece(walk: Walk, item: Item) -> None:
         pl.when(begins | (chunk == 0))(
             lambda: store_sums(walk, item, lax.div(number, CHUNKS_OF_RUN), sums)
         )
-
-        @pl.when(lax.rem(walk.part_of(item), walk.shares) == 0)
-        def _() -> None:
-            walk.vectors.at[item.batch, head, number, of_block][...] = vector
-
+        walk.vectors.at[item.batch, head, number, of_block][...] = vector
         own.chunks.produced.wait(slot)
-        x = mosaic.load_transposed(own.x.at[slot])
+        x = mosaic.load_transposed(own.x.at[slot, worker])
         if walk.of_queries:
             phi, added = map_queries(walk, item, x, slot, place)
         else:
@@ -351,9 +342,8 @@ def sum_piece(walk: Walk, item: Item) -> None:
         if walk.has_keeps:
             keep = own.rows[slot, len(walk.rows) - 1, 0]
             sums, vector = tuple(part * keep for part in sums), vector * keep
-        sums = multiply(
-            *((part, [(phi, own.y.at[slot, column])]) for column, part in enumerate(sums))
-        )
+        blocks = walk.tiling.all_in(tiled(own.y).at[slot])
+        sums = multiply(*((part, [(phi, y)]) for part, y in zip(sums, blocks, strict=True)))
         plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
         own.chunks.consumed.arrive(slot)
         return tuple(sums), vector + added
@@ -364,12 +354,12 @@ def sum_piece(walk: Walk, item: Item) -> None:
 
 
 def store_sums(walk: Walk, item: Item, run: Any, sums: Sequence[jax.Array]) -> None:
-    power = walk.power(item, wide_powers.SUMS)
+    power, worker = walk.power(item, wide_powers.SUMS), mosaic.group()
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for column, part in enumerate(sums):
         part = part if power is None else part * power
-        walk.own.state.at[column][...] = part.astype(frame.tiling(walk.spec).dtype)
+        walk.own.state.at[worker, column][...] = part.astype(walk.tiling.dtype)
     plgpu.commit_smem()
-    for column in range(COLUMNS):
-        target = walk.of_state(walk.states, item, run, column)
-        plgpu.copy_smem_to_gmem(walk.own.state.at[column], target)
+    for column in range(walk.columns):
+        target = walk.of_state(walk.states, item, run, worker, column)
+        plgpu.copy_smem_to_gmem(walk.own.state.at[worker, column], target)
