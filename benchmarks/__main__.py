@@ -57,6 +57,7 @@ from benchmarks import (  # noqa: E402
     show,
     side_by_side,
     stopping,
+    store,
     tune,
     usage,
     whole,
@@ -73,6 +74,7 @@ flags.adopt_module_key_flags(latency)
 flags.adopt_module_key_flags(profiling)
 flags.adopt_module_key_flags(run)
 flags.adopt_module_key_flags(side_by_side)
+flags.adopt_module_key_flags(store)
 flags.adopt_module_key_flags(tune)
 flags.adopt_module_key_flags(whole)
 

@@ -29,18 +29,15 @@ the backend it names is from the fastest on every card. Rows that are not steady
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import json
 import math
-import multiprocessing
 import re
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,10 +61,12 @@ from benchmarks import (
     ours,
     progress,
     results,
+    store,
     timing,
 )
 from benchmarks.cases import PHASES
 from benchmarks.results import ResultsError
+from benchmarks.store import Store
 from benchmarks.tables import Table
 
 FLAGS = flags.FLAGS
@@ -512,17 +511,8 @@ def packed(row: Row, phase: str, platform: str, by_name: bool = True) -> Program
     )
 
 
-@functools.cache
-def import_backends() -> None:
-    """Before a program of another process is loaded: JAX says where the functions are that Mosaic
-    GPU's programs call when it is imported with that backend."""
-    for api in APIS.values():
-        for name in api.OP.backends:
-            api.OP.backend(name)
-
-
 def unpacked(found: Programs) -> Programs:
-    import_backends()
+    ours.import_backends()
 
     def load(told: Any) -> Any:
         return serialize_executable.deserialize_and_load(*told)
@@ -535,6 +525,20 @@ def unpacked(found: Programs) -> Programs:
     )
 
 
+def job_of(row: Row, phase: str, by_name: bool = True) -> dict[str, Any]:
+    """What a worker is asked for, and the name of its answer in a store."""
+    return {"row": dataclasses.asdict(row), "phase": phase, "by_name": by_name}
+
+
+def row_of(told: Mapping[str, Any]) -> Row:
+    """A row that was JSON on its way, where tuples are lists."""
+
+    def tupled(one: Any) -> Any:
+        return tuple(map(tupled, one)) if isinstance(one, list) else one
+
+    return Row(**{name: tupled(one) for name, one in told.items()})
+
+
 def compiled_ahead(
     groups: Sequence[Group], platform: str, seconds: float, count: int, by_name: bool = True
 ) -> dict[Group, Programs]:
@@ -543,34 +547,33 @@ def compiled_ahead(
     """
     if not count:
         return {}
-    context = multiprocessing.get_context("spawn")
-    # Ctrl-C is for this process, which ends the others.
-    ignoring = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
-    pool = concurrent.futures.ProcessPoolExecutor(count, mp_context=context, **ignoring)
     # Backward passes take the longest to compile: nothing should wait for one at the end.
     ordered = sorted(groups, key=lambda group: group[1] == PHASES[0])
-    futures = {pool.submit(packed, *group, platform, by_name): group for group in ordered}
-    progress.show(f"compiling {len(futures)} rows, {progress.duration(seconds)} at most")
-    try:
-        done, late = concurrent.futures.wait(futures, seconds)
-    finally:
-        progress.show("")
-        processes = list(pool._processes.values())
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            # Nothing else may run on the card while programs are timed.
-            process.terminate()
-            process.join()
-    found = {}
-    for future in done:
-        try:
-            found[futures[future]] = future.result()
-        except Exception as error:  # the worker's, or what ended it
-            row, phase = futures[future]
-            print(f"{row}, {phase}: not compiled ahead: {error}"[:300], flush=True)
-    if late:
-        print(f"{len(late)} of {len(futures)} rows were not compiled ahead in time", flush=True)
-    return found
+    progress.show(f"compiling {len(ordered)} rows, {progress.duration(seconds)} at most")
+    with ahead.Ahead(platform, [""], count) as helpers:
+        jobs = [job_of(*group, by_name) for group in ordered]
+        answers = helpers.programs(jobs, seconds=seconds)
+    progress.show("")
+    return _programs(dict(zip(ordered, answers, strict=True)))
+
+
+def _programs(answers: Mapping[Group, Any]) -> dict[Group, Programs]:
+    """Without the rows that have none, or for which a worker took too long."""
+    return {
+        group: told for group, told in answers.items() if told and not isinstance(told, str)
+    }
+
+
+def in_store(
+    groups: Iterable[Group], kept_programs: Store, by_name: bool = True
+) -> tuple[dict[Group, Programs], set[Group]]:
+    """The programs of these groups that a store has, and the groups that it has no answer for."""
+    jobs = {group: job_of(*group, by_name) for group in groups}
+    late = {group for group, job in jobs.items() if not kept_programs.has(job)}
+    found = {group: kept_programs.get(job) for group, job in jobs.items() if group not in late}
+    told = f"{len(jobs) - len(late)} of {len(jobs)} rows' programs are in {kept_programs.folder}"
+    print(told, flush=True)
+    return _programs(found), late
 
 
 # -- measuring -----------------------------------------------------------------------------------
@@ -885,17 +888,21 @@ def main() -> int:
     write(all_found.values(), facts)
     # A CPU's cores are few, and its programs small.
     count = ahead.workers() if platform == "gpu" else 0
-    programs = compiled_ahead(groups, platform, min(within / 2, COMPILE_SECONDS), count)
+    not_compiled = 0
+    if kept_programs := store.given(platform):
+        programs, later = in_store(groups, kept_programs)
+        groups, not_compiled = [group for group in groups if group not in later], len(later)
+    else:
+        programs = compiled_ahead(groups, platform, min(within / 2, COMPILE_SECONDS), count)
     print(f"compiling took {time.monotonic() - start:.0f} s\n\n ratio", flush=True)
     if count:
         # Rows that this process has to compile come last.
         groups.sort(key=lambda group: group not in programs)
     progress.start(len(groups), start + within)
-    late = 0
+    late = not_compiled
     for index, group in enumerate(groups):
         if time.monotonic() - start > within:
-            late = len(groups) - index
-            print(f"{late} rows were not reached in time", flush=True)
+            late += len(groups) - index
             break
         progress.show(", ".join(map(str, group)))
         found = _measured(*group, programs.pop(group, None), platform)
@@ -903,6 +910,8 @@ def main() -> int:
         progress.step()
         print(line_of(found), flush=True)
         write(all_found.values(), facts)
+    if late:
+        print(f"{late} rows were not reached in time", flush=True)
     print(f"\nthe suite took {time.monotonic() - start:.0f} s")
     print(verdict([*all_found.values()]), flush=True)
     if FLAGS.json:

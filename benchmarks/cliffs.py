@@ -31,7 +31,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,7 @@ from benchmarks import (
     progress,
     results,
     side_by_side,
+    store,
     summary,
     tables,
     timing,
@@ -356,6 +357,12 @@ def left_out(found: Results) -> list[str]:
 # -- the suite -----------------------------------------------------------------------------------
 
 
+def both_of(groups: Iterable[tuple[Step, str]]) -> list[Group]:
+    """The rows and the base cases of these, each once."""
+    both = [(row, phase) for step, phase in groups for row in (step.base, step.row)]
+    return list(dict.fromkeys(both))
+
+
 def compile_ahead(
     groups: Sequence[tuple[Step, str]], platform: str, left: float
 ) -> dict[Group, Programs]:
@@ -364,10 +371,16 @@ def compile_ahead(
     """
     if platform == "cpu" or left < SHORTEST_ROUND:
         return {}
-    both = [(row, phase) for step, phase in groups for row in (step.base, step.row)]
-    distinct = list(dict.fromkeys(both))
+    distinct = both_of(groups)
     seconds = min(COMPILING * left, COMPILE_SECONDS)
     return choices.compiled_ahead(distinct, platform, seconds, ahead.workers(), by_name=False)
+
+
+def unreached(groups: Iterable[tuple[Step, str]], found: Results) -> list[results.Row]:
+    rows = [blank(step.row, phase, found, OURS) for step, phase in groups]
+    for row in rows:
+        row.unavailable = NO_TIME_LEFT
+    return rows
 
 
 def run_rows(
@@ -376,10 +389,7 @@ def run_rows(
     """Measures rows until the time is up; whether the device still works then."""
     for index, (step, phase) in enumerate(groups):
         if time.monotonic() > end:
-            for late, of_phase in groups[index:]:
-                row = blank(late.row, of_phase, found, OURS)
-                row.unavailable = NO_TIME_LEFT
-                found.rows.append(row)
+            found.rows += unreached(groups[index:], found)
             break
         progress.show(f"{step.row}, {phase}")
         kept.mark(str(step.row), phase, OURS)
@@ -415,7 +425,12 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
     groups = [(step, phase) for step, phase in every if (str(step.row), phase, OURS) not in known]
     print(f"{len(groups)} rows to measure, {len(every) - len(groups)} known", flush=True)
     progress.start(len(groups), end)
-    works = True
+    works, late = True, []
+    if kept_programs := store.given(platform):
+        programs, later = choices.in_store(both_of(groups), kept_programs, by_name=False)
+        late = [group for group in groups if later.intersection(both_of([group]))]
+        ready = [group for group in groups if group not in late]
+        works, groups = run_rows(ready, Calls(platform, programs), found, end), []
     while groups and works:
         calls = Calls(platform, compile_ahead(groups, platform, end - time.monotonic()))
         print(f"compiled ahead after {time.monotonic() - start:.0f} s", flush=True)
@@ -428,6 +443,8 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
         ready = ready or groups
         works = run_rows(ready, calls, found, end)
         groups = [group for group in groups if group not in ready]
+    # They wait for a run that finds them compiled.
+    found.rows += unreached(late, found)
     found.suites[NAME] = found.suites.get(NAME, 0.0) + time.monotonic() - start
     kept.write(found)
     for table in findings(found):

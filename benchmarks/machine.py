@@ -52,9 +52,10 @@ def nvidia(query: str, card: str = "0") -> str:
     return nvidia_smi(f"--id={card}", f"--query-gpu={query}", "--format=csv,noheader")
 
 
-def own_cards() -> list[str]:
+def own_cards(visible: str = "") -> list[str]:
     """The UUIDs of the GPUs that this process sees, by CUDA_VISIBLE_DEVICES, and of their slices:
-    all of them where it is not set, or names one that nvidia-smi does not list. A MIG slice counts
+    all of them where it is not set, or names one that nvidia-smi does not list. With `visible`,
+    those of a process in which that is the variable. A MIG slice counts
     as its whole GPU.
 
     A number there is nvidia-smi's where all GPUs are of one kind, or CUDA_DEVICE_ORDER is
@@ -67,9 +68,9 @@ def own_cards() -> list[str]:
             if line.startswith("GPU"):
                 cards.append([])
             cards[-1].append(match[1])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible or os.environ.get("CUDA_VISIBLE_DEVICES")
     found: list[list[str]] = []
-    for name in visible.replace(" ", "").split(",") if visible is not None else ():
+    for name in names.replace(" ", "").split(",") if names is not None else ():
         if name.isdecimal():
             of_name = cards[int(name) :][:1]
         else:
@@ -98,11 +99,11 @@ def about() -> dict[str, str]:
     return found
 
 
-def identity() -> str:
+def identity(visible: str = "") -> str:
     """This machine and its card among others of their kind, as eight digits: figures of two
-    machines are not put together.
+    machines are not put together. `visible` is as in `own_cards`.
     """
-    card = nvidia("uuid", (own_cards() or ["0"])[0])
+    card = nvidia("uuid", (own_cards(visible) or ["0"])[0])
     return hashlib.sha256((card or platform.node()).encode()).hexdigest()[:8]
 
 

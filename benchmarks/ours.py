@@ -14,6 +14,9 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 import ato_jax
+from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.delta_rule import api as delta_rule_api
+from ato_jax.ops.linear_attention import api as linear_attention_api
 from benchmarks import cases, timing
 
 OPS: dict[str, Callable[..., Any]] = {
@@ -229,8 +232,18 @@ class Programs:
 _PLAIN = ("case", "mapped", "normalize", "scratch", "shapes")
 
 
+@functools.cache
+def import_backends() -> None:
+    """Before a program of another process is loaded: JAX says where the functions are that Mosaic
+    GPU's programs call when it is imported with that backend."""
+    for api in (attention_api, linear_attention_api, delta_rule_api):
+        for name in api.OP.backends:
+            api.OP.backend(name)
+
+
 def unpacked(told: dict[str, Any]) -> Programs:
     """What another process packed, with programs that this one can run."""
+    import_backends()
     case, shapes = told["case"], told["shapes"]
     of_inputs = (told[name] for name in ("input_shapes", "drawing", "comparing"))
     inputs = _loaded_inputs(case, told["mapped"], *of_inputs)

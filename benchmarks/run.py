@@ -34,6 +34,7 @@ from benchmarks import (
     progress,
     results,
     side_by_side,
+    store,
     suites,
     training,
 )
@@ -125,7 +126,9 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
             return 1
         found = kept.begun(facts, earlier)
         plan = Plan()
-        if count := helping(platform):
+        if kept_programs := store.given(platform):
+            plan.take(contests, found, kept_programs)
+        elif count := helping(platform):
             with Ahead(platform, [FLAGS.config, *names], count) as helpers:
                 limit = COMPILING * FLAGS.within_s if FLAGS.within_s else None
                 plan.compile_ahead(contests, found, helpers, limit)
@@ -216,6 +219,8 @@ def main(names: Sequence[str]) -> int:
     for flag, of_flag in ONLY.items():
         if FLAGS[flag].value and names not in [[name] for name in of_flag]:
             raise ResultsError(f"--{flag} is of --suite={' or '.join(of_flag)} alone")
+    if FLAGS.compiled and names in ([devices.NAME], [training.NAME]):
+        raise ResultsError(f"{names[0]} compiles for itself: no --compiled")
     by_itself = ([choices.NAME], [devices.NAME], [training.NAME])
     if names in by_itself and (FLAGS.csv or FLAGS.keep):
         raise ResultsError(f"{names[0]} writes --json alone: no --csv, no --keep")

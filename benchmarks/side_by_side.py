@@ -42,6 +42,7 @@ from benchmarks import (
 from benchmarks.ahead import Ahead
 from benchmarks.cases import Case
 from benchmarks.results import NO_TIME_LEFT, Results, Row
+from benchmarks.store import Store
 
 FLAGS = flags.FLAGS
 flags.DEFINE_float("within_s", 0, "run: start nothing new after so long; 0: as the suites say", 0)
@@ -331,13 +332,51 @@ def measure(
     return rows
 
 
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What contests lack, in the order in which it is timed: programs for JAX with the number of
+    the contest that asks for each, and contenders that fill PyTorch's caches, those together that
+    share what is compiled.
+    """
+
+    in_jax: dict[Job, int]
+    in_torch: list[list[Job]]
+
+
+def lacking(
+    contests: Sequence[Contest], known: Collection[tuple[str, str, str]], platform: str
+) -> Programs:
+    """All that is compiled ahead but for the known rows. A row goes by its name: several contests
+    may ask for it.
+    """
+    in_jax: dict[Job, int] = {}
+    in_torch: dict[Job, Hashable] = {}
+    for number, contest in enumerate(contests):
+        for case, phase in contest.groups(platform):
+            for name in wanted(contest, case):
+                job = case, phase, name
+                if (str(case), phase, name) in known:
+                    continue
+                if name not in contest.in_jax:
+                    shared = getattr(contest.in_torch[name], "shares", None)
+                    if shared:
+                        in_torch.setdefault(job, (name, shared(case)))
+                elif not contest.in_jax[name].searches:
+                    in_jax.setdefault(job, number)
+    together: dict[Hashable, list[Job]] = {}
+    for job, kind in in_torch.items():
+        together.setdefault(kind, []).append(job)
+    return Programs(in_jax, [*together.values()])
+
+
 @dataclasses.dataclass
 class Plan:
     """What is compiled of a run. What is not is compiled by threads of this process, for each
-    group of rows when it comes to it.
+    group of rows when it comes to it; but `late` is left for a later run.
     """
 
     programs: dict[Job, Callable[[], Ready]] = dataclasses.field(default_factory=dict)
+    late: set[Job] = dataclasses.field(default_factory=set)
 
     def compile_ahead(
         self,
@@ -347,37 +386,38 @@ class Plan:
         seconds: float | None = None,
     ) -> None:
         """All that the contests lack, by other processes, in so many seconds at most."""
-        # By the row's name: several contests may ask for it.
-        known = {row.key for row in found.rows}
-        in_jax: dict[Job, int] = {}
-        in_torch: dict[Job, Hashable] = {}
-        for number, contest in enumerate(contests):
-            for case, phase in contest.groups(found.platform):
-                for name in wanted(contest, case):
-                    job = case, phase, name
-                    if (str(case), phase, name) in known:
-                        continue
-                    if name not in contest.in_jax:
-                        shared = getattr(contest.in_torch[name], "shares", None)
-                        if shared:
-                            in_torch.setdefault(job, (name, shared(case)))
-                    elif not contest.in_jax[name].searches:
-                        in_jax.setdefault(job, number)
-        together: dict[Hashable, list[Job]] = {}
-        for job, kind in in_torch.items():
-            together.setdefault(kind, []).append(job)
+        wanted = lacking(contests, {row.key for row in found.rows}, found.platform)
         # Backward passes take the longest: at the end nothing waits for one of them.
-        ordered = sorted(in_jax, key=lambda job: job[1] == cases.PHASES[0])
-        numbered = [(in_jax[job], *job) for job in ordered]
-        progress.show(f"compiling {len(ordered)} programs for JAX, {len(in_torch)} for PyTorch")
+        ordered = sorted(wanted.in_jax, key=lambda job: job[1] == cases.PHASES[0])
+        numbered = [(wanted.in_jax[job], *job) for job in ordered]
+        count = sum(map(len, wanted.in_torch))
+        progress.show(f"compiling {len(ordered)} programs for JAX, {count} for PyTorch")
         with clock("compiling ahead"):
-            answers = helpers.programs(numbered, together.values(), seconds)
+            answers = helpers.programs(numbered, wanted.in_torch, seconds)
         for job, told in zip(ordered, answers, strict=True):
-            # Or another process held the memory.
-            if told is not None and told != ours.OUT_OF_MEMORY:
-                reason = isinstance(told, str)
-                later = functools.partial(compared, told) if reason else None
-                self.programs[job] = later or loaded(contests[in_jax[job]], told, *job)
+            self._take(job, told, contests[wanted.in_jax[job]])
+
+    def take(self, contests: Sequence[Contest], found: Results, store: Store) -> None:
+        """What the contests lack, of what an earlier process put into a store."""
+        wanted = lacking(contests, {row.key for row in found.rows}, found.platform)
+        for job, number in wanted.in_jax.items():
+            name = ahead.named(*job)
+            if store.has(name):
+                self._take(job, store.get(name), contests[number])
+            else:
+                self.late.add(job)
+        print(
+            f"{len(wanted.in_jax) - len(self.late)} of {len(wanted.in_jax)} programs are in "
+            f"{store.folder}",
+            flush=True,
+        )
+
+    def _take(self, job: Job, told: ahead.Answer, contest: Contest) -> None:
+        # Or another process held the memory.
+        if told is not None and told != ours.OUT_OF_MEMORY:
+            reason = isinstance(told, str)
+            later = functools.partial(compared, told) if reason else None
+            self.programs[job] = later or loaded(contest, told, *job)
 
 
 @dataclasses.dataclass
@@ -412,6 +452,7 @@ class Meeting:
         names = wanted(self.contest, case)
         found = self.found(case, phase)
         if not found.keys() >= set(names):
+            late = any((case, phase, name) in self.plan.late for name in set(names) - found.keys())
             # That of float32 is one in full precision.
             rate = None if case.tf32 else self.results.matrix.get(case.dtype)
             new = measure(
@@ -420,7 +461,7 @@ class Meeting:
                 case,
                 phase,
                 byte_limit.limit(case, phase, self.results.bandwidth),
-                self.left,
+                (lambda: 0.0) if late else self.left,
                 found,
                 case.operations(phase) / rate if rate else None,
                 lambda name: self.plan.programs.pop((case, phase, name), None),

@@ -19,7 +19,7 @@ SHARED = {
     "merge": ("json", "csv"),
     "profile": ("case", "forward_only", "dtype"),
     "table": ("case", "suite"),
-    "whole": ("another_machine", "within_s"),
+    "whole": ("another_machine", "compiled", "within_s"),
 }
 
 

@@ -3,21 +3,27 @@ it says that nothing is lacking.
 
     python -m benchmarks whole --folder=DIR --within_s=540 [--another_machine]
 
+First a part compiles, on all cores and for all cards, what the rows still to be measured run; then
+it times rows, and nothing compiles beside them. The next part on this machine finds the programs in
+--compiled, a folder of this user's cache unless it is given, and compiles the rest. The folder's
+programs are removed when nothing is lacking. A CPU compiles nothing ahead.
+
 The stages, each a command of its own that goes on with what its file lacks:
 
     report     every suite of the report           DIR/CARD.json
-    latency    a decode loop by percentiles        DIR/latency/CARD.json
-    memory     a training step's memory            DIR/memory/CARD.json
-    training   a model's step beside PyTorch's     DIR/training/CARD.json
     cliffs     options beside their base cases     DIR/cliffs/CARD.json
-    sdpa       ato_torch beside SDPA's default     DIR/sdpa/CARD.json
     choices    the backends by name, every second  DIR/choices/CARD.json
                row
+    sdpa       ato_torch beside SDPA's default     DIR/sdpa/CARD.json
+    training   a model's step beside PyTorch's     DIR/training/CARD.json
+    latency    a decode loop by percentiles        DIR/latency/CARD.json
+    memory     a training step's memory            DIR/memory/CARD.json
 
 `run --suite=choices` measures every row of the last one.
 
-On a machine with several GPUs each of them takes the next stage, with its share of the cores, and
-what a stage prints is in DIR/STAGE.log. CUDA_VISIBLE_DEVICES=0 in front keeps to one.
+The longest come first. On a machine with several GPUs each of them takes the next stage, or goes on
+with one that it began, with its share of the cores, and what a stage prints is in DIR/STAGE.log.
+CUDA_VISIBLE_DEVICES=0 in front keeps to one.
 
 A stage whose file has every row is left out. A stage that dies is started again, a few times at
 most. SIGTERM ends all of it and loses nothing that was measured.
@@ -38,7 +44,6 @@ import dataclasses
 import functools
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -55,6 +60,7 @@ from benchmarks import (
     choices,
     cliff_rows,
     cliffs,
+    compiling,
     latency,
     machine,
     memory,
@@ -62,10 +68,12 @@ from benchmarks import (
     results,
     sdpa,
     stopping,
+    store,
     training,
 )
 from benchmarks.cases import PHASES
 from benchmarks.results import NO_TIME_LEFT, ResultsError
+from benchmarks.store import Store
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("folder", "", "whole: where the files of figures are, or will be")
@@ -85,6 +93,8 @@ MOST_STARTS = 4
 CHOICES_EVERY = 2
 # A stage takes about a minute to start: the imports, a copy's bandwidth, what is compiled.
 SHORTEST_SECONDS = 60.0
+# The most of a part in which programs are compiled.
+COMPILING = 0.62
 # What a stage may take beyond its time: the call that runs then, and its tables.
 MARGIN_SECONDS = 12.0
 
@@ -93,7 +103,8 @@ MARGIN_SECONDS = 12.0
 class Stage:
     """`lacking(path, platform)` counts the rows that a file lacks, of all if there is no file.
 
-    `timed` where the command takes --within_s and --resume.
+    `timed` where the command takes --within_s and --resume. `ahead(path, platform)` gives what is
+    compiled before it runs, if anything is.
     """
 
     name: str
@@ -101,6 +112,7 @@ class Stage:
     folder: str
     lacking: Callable[[Path, str], int]
     timed: bool = True
+    ahead: Callable[[Path, str], compiling.Jobs] | None = None
 
     def path(self, folder: Path, card: str) -> Path:
         return folder / self.folder / f"{card}.json"
@@ -130,12 +142,17 @@ def _of_cliffs(path: Path, platform: str) -> int:
     return len(wanted - _reached(path))
 
 
+def choices_rows(platform: str) -> Sequence[choices.Row]:
+    return choices.ROWS[platform][0::CHOICES_EVERY]
+
+
+def _known_choices(path: Path) -> set[tuple[str, str]]:
+    return {(one.row, one.phase) for one in choices.read(path)[1]} if path.exists() else set()
+
+
 def _of_choices(path: Path, platform: str) -> int:
-    known = set()
-    if path.exists():
-        known = {(one.row, one.phase) for one in choices.read(path)[1]}
-    rows = choices.ROWS[platform][0 :: CHOICES_EVERY]
-    return len({(str(row), phase) for row in rows for phase in PHASES} - known)
+    rows = choices_rows(platform)
+    return len({(str(row), phase) for row in rows for phase in PHASES} - _known_choices(path))
 
 
 def _of_sdpa(path: Path, platform: str) -> int:
@@ -210,7 +227,36 @@ def places(count: int, folder: Path) -> list[Place]:
 
 
 STAGES = (
-    Stage("report", ("run", "--suite=report"), "", _of_report),
+    Stage(
+        compiling.REPORT,
+        ("run", f"--suite={compiling.REPORT}"),
+        "",
+        _of_report,
+        ahead=lambda path, platform: compiling.of_report(_reached(path), platform),
+    ),
+    Stage(
+        cliffs.NAME,
+        ("run", f"--suite={cliffs.NAME}"),
+        cliffs.NAME,
+        _of_cliffs,
+        ahead=lambda path, platform: compiling.of_cliffs(_reached(path), platform),
+    ),
+    Stage(
+        choices.NAME,
+        ("run", f"--suite={choices.NAME}", f"--part=1/{CHOICES_EVERY}"),
+        choices.NAME,
+        _of_choices,
+        ahead=lambda path, platform: compiling.of_choices(
+            choices_rows(platform), _known_choices(path)
+        ),
+    ),
+    Stage("sdpa", ("run", "--suite=sdpa"), "sdpa", _of_sdpa),
+    Stage(
+        training.NAME,
+        ("run", f"--suite={training.NAME}"),
+        training.NAME,
+        functools.partial(_of_cases, training.CASES),
+    ),
     Stage(
         "latency",
         ("latency",),
@@ -225,31 +271,19 @@ STAGES = (
         functools.partial(_of_cases, memory.CASES),
         timed=False,
     ),
-    Stage(
-        training.NAME,
-        ("run", f"--suite={training.NAME}"),
-        training.NAME,
-        functools.partial(_of_cases, training.CASES),
-    ),
-    Stage(cliffs.NAME, ("run", f"--suite={cliffs.NAME}"), cliffs.NAME, _of_cliffs),
-    Stage("sdpa", ("run", "--suite=sdpa"), "sdpa", _of_sdpa),
-    Stage(
-        "choices",
-        ("run", f"--suite={choices.NAME}", f"--part=1/{CHOICES_EVERY}"),
-        choices.NAME,
-        _of_choices,
-    ),
 )
 # Each row of their files stands alone, so they take no `--another_machine`.
 BY_ROW = (training.NAME, choices.NAME)
 
 
-def command_of(stage: Stage, path: Path, seconds: float) -> list[str]:
+def command_of(stage: Stage, path: Path, seconds: float, programs: Path | None = None) -> list[str]:
     command = [sys.executable, "-m", "benchmarks", *stage.command, f"--json={path}"]
     if stage.timed:
         command += ["--resume", f"--within_s={seconds:.0f}"]
         if FLAGS.another_machine and stage.name not in BY_ROW:
             command.append("--another_machine")
+    if stage.ahead and programs:
+        command.append(f"--compiled={programs}")
     return command
 
 
@@ -299,7 +333,12 @@ def _stopped(process: subprocess.Popen[bytes]) -> int:
 
 
 def run_stage(
-    stage: Stage, path: Path, platform: str, end: float, place: Place
+    stage: Stage,
+    path: Path,
+    platform: str,
+    end: float,
+    place: Place,
+    programs: Path | None = None,
 ) -> tuple[int, bool]:
     """Runs a stage until it lacks nothing or the time is up; the rows that it lacks then, and
     whether it was refused.
@@ -312,7 +351,7 @@ def run_stage(
         where = f" on card {place.card}" if place.card else ""
         told = f"{lacking} rows to measure{where}, {left:.0f} s left"
         print(f"\n## {stage.name}: {told}", flush=True)
-        command = command_of(stage, path, left - MARGIN_SECONDS)
+        command = command_of(stage, path, left - MARGIN_SECONDS, programs)
         status = ran(command, left, place, stage.name)
         before, lacking = lacking, stage.lacking(path, platform)
         refused = status == REFUSED
@@ -322,26 +361,48 @@ def run_stage(
     return lacking, refused
 
 
+def begun_on(path: Path) -> str:
+    """The machine and card of a file; "" where there is no file, or where it names none."""
+    try:
+        return str(json.loads(path.read_text()).get("machine", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""
+
+
 def run_stages(
-    folder: Path, card: str, platform: str, count: int, end: float
+    folder: Path,
+    card: str,
+    platform: str,
+    count: int,
+    end: float,
+    programs: Path | None = None,
 ) -> dict[str, tuple[int, bool]]:
-    """By stage what `run_stage` says: each of `count` cards takes the next one."""
-    waiting: queue.SimpleQueue[Stage] = queue.SimpleQueue()
-    for stage in STAGES:
-        waiting.put(stage)
-    found = {}
+    """By stage what `run_stage` says: each of `count` cards takes the next one. A file is of one
+    card, so a stage that another one began waits for that card.
+    """
+    waiting, lock, found = [*STAGES], threading.Lock(), {}
+    served = places(count, folder)
+    machines = {place: machine.identity(place.card) for place in served}
+
+    def next_of(place: Place) -> Stage | None:
+        """The first stage that no other card here has begun."""
+        others = {*machines.values()} - {machines[place]}
+        with lock:
+            for stage in waiting:
+                if begun_on(stage.path(folder, card)) not in others:
+                    waiting.remove(stage)
+                    return stage
+        return None
 
     def serve(place: Place) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                stage = waiting.get_nowait()
-                path = stage.path(folder, card)
-                found[stage.name] = run_stage(stage, path, platform, end, place)
+        while stage := next_of(place):
+            path = stage.path(folder, card)
+            found[stage.name] = run_stage(stage, path, platform, end, place, programs)
 
     _over.clear()
     folder.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        serving = [pool.submit(serve, place) for place in places(count, folder)]
+        serving = [pool.submit(serve, place) for place in served]
         try:
             concurrent.futures.wait(serving, return_when=concurrent.futures.FIRST_EXCEPTION)
             for one in serving:
@@ -351,6 +412,41 @@ def run_stages(
             stop()
             raise
     return {stage.name: found[stage.name] for stage in STAGES}
+
+
+def compile_ahead(
+    folder: Path, card: str, platform: str, count: int, seconds: float, kept: Store
+) -> int:
+    """Compiles what the stages lack, for so long at most; how many programs are lacking then."""
+    start = time.monotonic()
+    print(f"\n## compiling for {count} cards, {seconds:.0f} s at most", flush=True)
+    lacking = compiling.fill(
+        [stage.ahead(stage.path(folder, card), platform) for stage in STAGES if stage.ahead],
+        platform,
+        [place.card for place in places(count, folder)],
+        seconds,
+        kept,
+    )
+    print(f"compiling took {time.monotonic() - start:.0f} s; {lacking} programs lack", flush=True)
+    return lacking
+
+
+def in_phases(
+    folder: Path, card: str, platform: str, count: int, end: float, kept: Store
+) -> dict[str, tuple[int, bool]]:
+    """Compiles and then runs the stages, again where time is left for what was not compiled."""
+    while True:
+        left = end - time.monotonic()
+        absent = compile_ahead(folder, card, platform, count, COMPILING * left, kept)
+        found = run_stages(folder, card, platform, count, end, kept.folder.parent)
+        over = end - time.monotonic() < SHORTEST_SECONDS + compiling.SHORTEST_SECONDS
+        if not absent or over or any(refused for _, refused in found.values()):
+            return found
+
+
+def compiles_ahead(platform: str) -> bool:
+    """A CPU's cores are few, and its programs small."""
+    return platform == "gpu"
 
 
 def main(_: Sequence[str]) -> int:
@@ -364,7 +460,14 @@ def main(_: Sequence[str]) -> int:
     platform, name, count = probed()
     card = tuning.table_name(name)
     progress.show("")
-    found = run_stages(folder, card, platform, count, end)
+    programs = Path(FLAGS.compiled).absolute() if FLAGS.compiled else store.default_folder()
+    if compiles_ahead(platform):
+        kept = store.opened(programs, platform)
+        found = in_phases(folder, card, platform, count, end, kept)
+        if not any(lacking for lacking, _ in found.values()):
+            kept.remove()
+    else:
+        found = run_stages(folder, card, platform, count, end)
     refusals = [stage for stage, (_, refused) in found.items() if refused]
     left_over = {stage: lacking for stage, (lacking, _) in found.items() if lacking}
     print("\nThe files of this report:", flush=True)

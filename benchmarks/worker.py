@@ -4,16 +4,17 @@ over, with a --config or "" and the names of the suites whose contests the jobs 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
-from benchmarks import ours, suites
+from benchmarks import choices, ours, side_by_side, suites
 from benchmarks.ahead import Answer
 from benchmarks.cases import Case
 
@@ -29,17 +30,32 @@ def answer(contender: Any, case: Case, phase: str) -> Answer:
         return None
 
 
+def of_row(job: Mapping[str, Any]) -> Answer:
+    """All programs of a row of `choices` or `cliffs`."""
+    row, phase = choices.row_of(job["row"]), job["phase"]
+    try:
+        return choices.packed(row, phase, ours.platform(), job["by_name"])
+    except Exception as error:  # as above
+        print(f"{row}, {phase}: not compiled ahead: {side_by_side.refusal(error)}", flush=True)
+        return None
+
+
+def answered(job: Mapping[str, Any], contests: Callable[[], Sequence[Any]]) -> Answer:
+    if "row" in job:
+        return of_row(job)
+    contender = contests()[job["contest"]].in_jax[job["contender"]]
+    return answer(contender, Case(**job["case"]), job["phase"])
+
+
 def main(arguments: Sequence[str]) -> None:
     logging.set_verbosity(logging.ERROR)
     # Nothing that a library prints may come between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     config, *names = arguments
-    contests = suites.contests(suites.chosen(names, config))
+    contests = functools.cache(lambda: suites.contests(suites.chosen(names, config)))
     for line in sys.stdin:
-        job = json.loads(line)
-        contender = contests[job["contest"]].in_jax[job["contender"]]
-        pickle.dump(answer(contender, Case(**job["case"]), job["phase"]), answers)
+        pickle.dump(answered(json.loads(line), contests), answers)
         answers.flush()
 
 

@@ -21,7 +21,8 @@ from unittest import mock
 import jax
 
 from ato_jax import choosing, device, dispatch, tuning
-from benchmarks.choices import APIS, ROWS, Row, draw, import_backends, keywords
+from benchmarks.choices import APIS, ROWS, Row, draw, keywords
+from benchmarks.ours import import_backends
 
 GOLDEN = Path(__file__).parent / "choices.txt"
 HEAD = """\

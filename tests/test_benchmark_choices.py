@@ -109,7 +109,7 @@ def test_programs_go_to_another_process() -> None:
 
 def test_what_mosaic_gpu_calls_is_known_before_a_program_is_loaded() -> None:
     """A process that lowers nothing itself, as one that goes on with --resume."""
-    code = "import sys\nfrom benchmarks import choices\nchoices.import_backends()\n"
+    code = "import sys\nfrom benchmarks import ours\nours.import_backends()\n"
     code += "assert 'jax.experimental.mosaic.gpu.core' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -3,7 +3,6 @@
 import json
 import logging as standard_logging
 import math
-import multiprocessing
 import os
 import sys
 import time
@@ -15,7 +14,7 @@ from absl.testing import flagsaver
 
 import benchmarks
 from benchmarks import __main__ as entry
-from benchmarks import choices, devices, peers, progress, results, show, tune, usage
+from benchmarks import ahead, choices, devices, peers, progress, results, show, tune, usage
 from benchmarks.choices import Found
 from benchmarks.results import Results, ResultsError
 from tests.figures import FACTS, parsed_flags  # noqa: F401
@@ -236,14 +235,18 @@ def test_ctrl_c_is_for_the_driver_alone(monkeypatch):
 
 def test_compiling_ahead_that_is_stopped_ends_its_processes(monkeypatch):
     def stopped(futures, seconds):
-        processes.extend(multiprocessing.active_children())
+        while not any(one._process for one in made):
+            time.sleep(0.01)
+        processes.extend(one._process for one in made if one._process)
         raise KeyboardInterrupt
 
-    processes = []
-    monkeypatch.setattr(choices.concurrent.futures, "wait", stopped)
+    made, processes = [], []
+    worker = ahead._Worker
+    monkeypatch.setattr(ahead, "_Worker", lambda *_: made.append(worker(*_)) or made[-1])
+    monkeypatch.setattr(ahead.concurrent.futures, "wait", stopped)
     with pytest.raises(KeyboardInterrupt):
         choices.compiled_ahead([(choices.ROWS["cpu"][0], "forward")], "cpu", 60.0, 1)
-    assert processes and not any(one.is_alive() for one in processes)
+    assert processes and all(one.poll() is not None for one in processes)
 
 
 def test_a_stopped_program_ends_at_once(monkeypatch):

@@ -188,10 +188,11 @@ def test_each_card_takes_the_next_stage(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         whole,
         "command_of",
-        lambda stage, path, seconds: [sys.executable, "-c", TELLS, f"--json={path}"],
+        lambda stage, path, seconds, programs: [sys.executable, "-c", TELLS, f"--json={path}"],
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 7")
-    with flagsaver.flagsaver(folder=str(tmp_path), within_s=540.0):
+    of_both = {"folder": str(tmp_path), "compiled": str(tmp_path / "programs")}
+    with flagsaver.flagsaver(within_s=540.0, **of_both):
         assert entry.main(["benchmarks", "whole"]) == 0
     shares = {"4": cores[: len(cores) // 2], "7": cores[len(cores) // 2 :]}
     logs = [(tmp_path / f"{stage.name}.log").read_text() for stage in stages]
@@ -203,6 +204,61 @@ def test_each_card_takes_the_next_stage(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "## one: 3 rows to measure on card " in told
     assert [str(tmp_path / one.name / "a_card.json") in told for one in stages] == [True] * 4
+
+
+def test_a_card_goes_on_with_what_it_began(tmp_path, monkeypatch):
+    """A file is of one card: a part that gave its stage to another card would be refused."""
+    ran = {}
+
+    def run_stage(stage, path, platform, end, place, programs):
+        ran[stage.name] = place.card
+        while len(ran) < 2:  # each card takes one before any takes its second
+            time.sleep(0.01)
+        return 0, False
+
+    names = "one", "two", "three"
+    stages = [whole.Stage(name, ("run",), name, lambda *_: 1) for name in names]
+    monkeypatch.setattr(whole, "STAGES", stages)
+    monkeypatch.setattr(whole, "run_stage", run_stage)
+    monkeypatch.setattr(machine, "identity", lambda card: f"card {card}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, card in (("one", "1"), ("two", "0"), ("three", "1")):
+        path = tmp_path / name / "a_card.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps({"machine": f"card {card}"}))
+    assert whole.begun_on(path) == "card 1" and whole.begun_on(tmp_path / "none.json") == ""
+    whole.run_stages(tmp_path, "a_card", "gpu", 2, time.monotonic() + 540)
+    assert ran == {"one": "1", "two": "0", "three": "1"}
+    # What another machine began, any card may take.
+    ran.clear()
+    monkeypatch.setattr(machine, "identity", lambda card: f"another {card}")
+    whole.run_stages(tmp_path, "a_card", "gpu", 2, time.monotonic() + 540)
+    assert ran.keys() == {*names}
+
+
+def test_a_part_compiles_before_its_stages_and_again_for_what_it_left(tmp_path, monkeypatch):
+    """The next part finds what was compiled; with nothing lacking the programs are removed."""
+    done, lacks = [], [5, 0]
+
+    def fill(stages, platform, cards, seconds, kept):
+        done.append(("compile", [len(one.in_jax) > 50 for one in stages], cards, round(seconds)))
+        return lacks.pop(0)
+
+    def run_stage(stage, path, platform, end, place, programs):
+        done.append((stage.name, "--compiled=" in str(whole.command_of(stage, path, 9, programs))))
+        return len(lacks), False
+
+    monkeypatch.setattr(whole.compiling, "fill", fill)
+    monkeypatch.setattr(whole, "run_stage", run_stage)
+    monkeypatch.setattr(whole, "probed", lambda: ("gpu", "a card", 1))
+    programs = tmp_path / "programs"
+    with flagsaver.flagsaver(folder=str(tmp_path / "new"), within_s=500.0, compiled=str(programs)):
+        assert entry.main(["benchmarks", "whole"]) == 0
+    ahead_of = {"report", "cliffs", "choices"}
+    stages = [(stage.name, stage.name in ahead_of) for stage in whole.STAGES]
+    phase = ("compile", [True] * 3, [""], 310)
+    assert done == [phase, *stages, phase, *stages]
+    assert [*programs.iterdir()] == []
 
 
 def test_one_card_runs_on_all_of_the_machine(tmp_path, monkeypatch):
@@ -277,10 +333,10 @@ def test_every_stage_has_files_that_are_kept():
 
 
 def test_a_machine_is_named_by_the_card_that_is_used(monkeypatch):
-    monkeypatch.setattr(machine, "own_cards", lambda: ["GPU-b", "GPU-c"])
+    monkeypatch.setattr(machine, "own_cards", lambda visible="": ["GPU-b", "GPU-c"])
     monkeypatch.setattr(machine, "nvidia", lambda query, card="0": f"{query} of {card}")
     of_b = machine.identity()
-    monkeypatch.setattr(machine, "own_cards", lambda: ["GPU-c"])
+    monkeypatch.setattr(machine, "own_cards", lambda visible="": ["GPU-c"])
     assert machine.identity() != of_b
 
 
