@@ -61,11 +61,13 @@ from benchmarks import (
     ours,
     progress,
     results,
+    spending,
     store,
     timing,
 )
 from benchmarks.cases import PHASES
 from benchmarks.results import ResultsError
+from benchmarks.spending import CHECKING, COMPILING, TIMING, clock
 from benchmarks.store import Store
 from benchmarks.tables import Table
 
@@ -643,7 +645,8 @@ def measure(row: Row, phase: str, programs: Programs, platform: str) -> Found:
     hasty = programs.hasty
     if hasty in _near(batches, texts.get(CHOSEN)):
         lowered = ours.in_turn(called(row, phase, "xla")).lower([sets[0][0]] * calls)
-        programs.compiled[hasty] = lowered.compile()
+        with clock(COMPILING):
+            programs.compiled[hasty] = lowered.compile()
         watch = other_load.Watch(platform)
         batches = _timed(texts, programs.compiled, sets, calls, platform)
     load, near = watch.told(), _near(batches, texts.get(CHOSEN))
@@ -677,9 +680,10 @@ def _timed(
     def turns(which: Sequence[str], seconds: float) -> None:
         launches = [functools.partial(launched, compiled[text], sets) for text in which]
         known = [count for text in which for count in counts[text]]
-        timed = timing.interleaved(
-            launches, jax.block_until_ready, platform, seconds, calls, known
-        )
+        with clock(TIMING):
+            timed = timing.interleaved(
+                launches, jax.block_until_ready, platform, seconds, calls, known
+            )
         for text, one, count in zip(which, timed, known, strict=True):
             batches[text] += one.batches
             counts[text] = [count]
@@ -863,6 +867,7 @@ def part_of(rows: list[One]) -> list[One]:
 
 def main() -> int:
     start = time.monotonic()
+    spending.spent.clear()
     platform = ours.platform()
     if platform not in results.PLATFORMS:
         logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
@@ -875,11 +880,12 @@ def main() -> int:
         known = "; ".join(map(str, ROWS[platform]))
         raise ResultsError(f"No row of {NAME} contains --case={FLAGS.case!r}: {known}")
     rows = part_of(rows)
-    facts = kept.facts()
+    facts = dict(kept.facts())
     print(f"{facts['device']}; JAX {jax.__version__}; {len(rows)} rows", flush=True)
     every = [(row, phase) for row in rows for phase in phases]
     within = FLAGS.within_s or float("inf")
     all_found = earlier(facts)
+    facts["spent"] = spending.of_file(Path(FLAGS.json)) if FLAGS.resume else {}
     steady = {group for group, found in all_found.items() if not found.doubt}
     groups = [(row, phase) for row, phase in every if (str(row), phase) not in steady]
     # Ahead of those that were not steady.
@@ -893,7 +899,8 @@ def main() -> int:
         programs, later = in_store(groups, kept_programs)
         groups, not_compiled = [group for group in groups if group not in later], len(later)
     else:
-        programs = compiled_ahead(groups, platform, min(within / 2, COMPILE_SECONDS), count)
+        with clock(COMPILING):
+            programs = compiled_ahead(groups, platform, min(within / 2, COMPILE_SECONDS), count)
     print(f"compiling took {time.monotonic() - start:.0f} s\n\n ratio", flush=True)
     if count:
         # Rows that this process has to compile come last.
@@ -905,14 +912,19 @@ def main() -> int:
             late += len(groups) - index
             break
         progress.show(", ".join(map(str, group)))
-        found = _measured(*group, programs.pop(group, None), platform)
+        with clock(CHECKING):
+            found = _measured(*group, programs.pop(group, None), platform)
         all_found[found.row, found.phase] = found
         progress.step()
         print(line_of(found), flush=True)
         write(all_found.values(), facts)
     if late:
         print(f"{late} rows were not reached in time", flush=True)
-    print(f"\nthe suite took {time.monotonic() - start:.0f} s")
+    spent = time.monotonic() - start
+    spending.add(facts["spent"], NAME, spending.of_kinds(spent))
+    write(all_found.values(), facts)
+    print(f"\nthe suite took {spent:.0f} s")
+    print("\n" + spending.table(facts["spent"]).text(), flush=True)
     print(verdict([*all_found.values()]), flush=True)
     if FLAGS.json:
         print(FLAGS.json, flush=True)
@@ -927,4 +939,6 @@ def _measured(row: Row, phase: str, ready: Programs | None, platform: str) -> Fo
         except Exception as error:  # a program that cannot be loaded
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             print(f"{row}, {phase}: compiled again: {reason}", flush=True)
-    return measure(row, phase, compiled(row, phase, platform), platform)
+    with clock(COMPILING):
+        programs = compiled(row, phase, platform)
+    return measure(row, phase, programs, platform)

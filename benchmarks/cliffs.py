@@ -48,6 +48,7 @@ from benchmarks import (
     progress,
     results,
     side_by_side,
+    spending,
     store,
     summary,
     tables,
@@ -57,6 +58,7 @@ from benchmarks.cases import PHASES
 from benchmarks.choices import CHOSEN, RIGHT, Group, Programs, Row
 from benchmarks.cliff_rows import Step
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
+from benchmarks.spending import CHECKING, TIMING, clock
 from benchmarks.tables import Table
 
 FLAGS = flags.FLAGS
@@ -156,7 +158,8 @@ class Calls:
                 reason = side_by_side.refusal(error)
                 print(f"{row}, {phase}: compiled again: {reason}", flush=True)
         try:
-            programs = choices.compiled(row, phase, self.platform, by_name=False)
+            with clock(spending.COMPILING):
+                programs = choices.compiled(row, phase, self.platform, by_name=False)
             return compared(row, phase, programs, self.platform)
         except Exception as error:  # a compiler's own, of many kinds
             return side_by_side.refusal(error)
@@ -174,7 +177,8 @@ class Calls:
 
 def measured(step: Step, phase: str, calls: Calls, found: Results) -> list[results.Row]:
     """The row and its base case, both compared and then timed in turns."""
-    both = {BASE: calls.base(step.base, phase), OURS: calls.ready(step.row, phase)}
+    with clock(CHECKING):
+        both = {BASE: calls.base(step.base, phase), OURS: calls.ready(step.row, phase)}
     rows = {
         BASE: blank(step.row, phase, found, BASE, step.base),
         OURS: blank(step.row, phase, found, OURS),
@@ -187,7 +191,8 @@ def measured(step: Step, phase: str, calls: Calls, found: Results) -> list[resul
             rows[name].errors, rows[name].picked = one.errors, one.choice
     if OURS in ready:
         watch = other_load.Watch(calls.platform)
-        timed = in_turns(list(ready.values()), calls.platform)
+        with clock(TIMING):
+            timed = in_turns(list(ready.values()), calls.platform)
         load = watch.told()
         for name, batches in zip(ready, timed, strict=True):
             rows[name].seconds, rows[name].load = statistics.median(batches), load
@@ -408,6 +413,7 @@ def run_rows(
 def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
     """Runs the suite; `introduce` measures the copy's bandwidth, by PyTorch on a GPU."""
     start = time.monotonic()
+    spending.spent.clear()
     end = start + (FLAGS.within_s or float("inf"))
     platform = ours.platform()
     if platform not in results.PLATFORMS:
@@ -432,7 +438,9 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
         ready = [group for group in groups if group not in late]
         works, groups = run_rows(ready, Calls(platform, programs), found, end), []
     while groups and works:
-        calls = Calls(platform, compile_ahead(groups, platform, end - time.monotonic()))
+        with clock(spending.COMPILING):
+            programs = compile_ahead(groups, platform, end - time.monotonic())
+        calls = Calls(platform, programs)
         print(f"compiled ahead after {time.monotonic() - start:.0f} s", flush=True)
         ready = [
             (step, phase)
@@ -445,13 +453,16 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
         groups = [group for group in groups if group not in ready]
     # They wait for a run that finds them compiled.
     found.rows += unreached(late, found)
-    found.suites[NAME] = found.suites.get(NAME, 0.0) + time.monotonic() - start
+    spent = time.monotonic() - start
+    found.suites[NAME] = found.suites.get(NAME, 0.0) + spent
+    spending.add(found.spent, NAME, spending.of_kinds(spent))
     kept.write(found)
     for table in findings(found):
         print("\n" + table.text(), flush=True)
     if late := left_out(found):
         print("\nLeft out for lack of time:", *late, sep="\n")
     print(f"\n{NAME} took {time.monotonic() - start:.0f} s", flush=True)
+    print("\n" + spending.table(found.spent).text(), flush=True)
     kept.say()
     if not works:
         logging.error("The device fails for good: with --json and --resume a new run goes on")

@@ -25,7 +25,7 @@ from absl import flags
 
 import ato_jax
 from ato_jax import device
-from benchmarks import machine, noise, results
+from benchmarks import machine, noise, results, spending
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError, Row
 
 # A row of a suite's own kind.
@@ -294,6 +294,7 @@ def merged(
     first = parts[0]
     rows = {row.key: row for row in first.rows}
     suites, about = dict(first.suites), dict(first.about)
+    spent = {suite: dict(seconds) for suite, seconds in first.spent.items()}
     for name, part in zip(names[1:], parts[1:], strict=True):
         both = _facts(first), _facts(part)
         if machines_may_differ and first.machine != part.machine:
@@ -316,8 +317,12 @@ def merged(
                     told = [known.load] * bool(known.load) + [f"timed twice, {apart:.0%} apart"]
                     rows[row.key] = dataclasses.replace(known, load="; ".join(told))
         suites |= {suite: suites.get(suite, 0.0) + spent for suite, spent in part.suites.items()}
+        for suite, seconds in part.spent.items():
+            spending.add(spent, suite, seconds)
         about = part.about | about
-    return dataclasses.replace(first, rows=[*rows.values()], suites=suites, about=about)
+    return dataclasses.replace(
+        first, rows=[*rows.values()], suites=suites, spent=spent, about=about
+    )
 
 
 def _at_limits_of(first: Results, part: Results, row: Row) -> Row:

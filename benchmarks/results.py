@@ -26,7 +26,7 @@ ERRORS = ("out", "dq", "dk", "dv")
 # What two machines of one kind have in common beside these; each is noted in `about`.
 KIND = ("driver", "highest clock", "CUDA", "Python", *machine.PACKAGES)
 # Fields that files written before them lack.
-LATER = ("load", "machine", "commit", "form")
+LATER = ("load", "machine", "commit", "form", "spent")
 # Of what a file holds: files with a higher number were written by later benchmarks.
 FORM = 2
 # The reason of a row that was not reached: a later run may reach it.
@@ -123,7 +123,8 @@ class Results:
 
     `platform` is "gpu" or "cpu", `matrix` by dtype the operations per second of a large product,
     `about` what else was noted: drivers, peers' versions, clocks. `suites` is the seconds that each
-    suite took. `machine` and `commit` are empty in files that were written before they were noted.
+    suite took, `spent` what they went to (`spending`). `machine` and `commit` are empty in files
+    that were written before they were noted.
     """
 
     device: str
@@ -135,6 +136,7 @@ class Results:
     matrix: dict[str, float] = dataclasses.field(default_factory=dict)
     about: dict[str, str] = dataclasses.field(default_factory=dict)
     suites: dict[str, float] = dataclasses.field(default_factory=dict)
+    spent: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     machine: str = ""
     commit: str = ""
     form: int = FORM
@@ -232,6 +234,8 @@ def _results(told: Any) -> Results:
     _demand(_positive(found.bandwidth), "bandwidth is no number above 0")
     _demand(_is_errors(found.matrix), "matrix has no numbers by name")
     _demand(_is_errors(found.suites), "suites has no numbers by name")
+    of_suites = isinstance(found.spent, Mapping) and all(map(_is_errors, found.spent.values()))
+    _demand(of_suites, "spent has no numbers by name")
     _demand(_is_texts(found.about), "about has no texts by name")
     _demand(isinstance(found.rows, list), "rows is no list")
     found.rows = [_row(row, f"row {number}") for number, row in enumerate(found.rows, 1)]

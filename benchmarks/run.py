@@ -34,6 +34,7 @@ from benchmarks import (
     progress,
     results,
     side_by_side,
+    spending,
     store,
     suites,
     training,
@@ -110,6 +111,7 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
     status.
     """
     start = time.monotonic()
+    spending.spent.clear()
     platform = ours.platform()
     if platform not in results.PLATFORMS:
         logging.error("The benchmarks run on a CPU or an NVIDIA GPU, JAX computes on %s", platform)
@@ -133,6 +135,7 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
                 limit = COMPILING * FLAGS.within_s if FLAGS.within_s else None
                 plan.compile_ahead(contests, found, helpers, limit)
             print(f"compiling ahead took {time.monotonic() - start:.0f} s", flush=True)
+        spending.add(found.spent, spending.START, spending.of_kinds(time.monotonic() - start))
         all_of_them = sum(suite.seconds for suite in wanted)
         end = start + FLAGS.within_s if FLAGS.within_s else time.monotonic() + all_of_them
         progress.start(len(unmeasured(contests, found)), end)
@@ -142,6 +145,7 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
         except DeviceLostError:
             kept.write(found)
             return again(end - time.monotonic(), peer)
+    print("\n" + spending.table(found.spent).text(), flush=True)
     if told := doubtful(found.rows):
         print(f"\n{told}", flush=True)
     kept.say()
@@ -171,7 +175,7 @@ def doubtful(rows: Sequence[results.Row]) -> str:
 
 def run_suite(suite: Suite, peer: peers.Peer, found: Results, end: float, plan: Plan) -> None:
     start = time.monotonic()
-    side_by_side.spent.clear()
+    spending.spent.clear()
     print(f"\n# {suite.name}: {suite.title}", flush=True)
     for contest in suite.contests:
         suite.tell(Meeting(contest, peer, found, end, plan))
@@ -179,6 +183,7 @@ def run_suite(suite: Suite, peer: peers.Peer, found: Results, end: float, plan: 
         print("\n" + table.text(), flush=True)
     spent = time.monotonic() - start
     found.suites[suite.name] = found.suites.get(suite.name, 0.0) + spent
+    spending.add(found.spent, suite.name, spending.of_kinds(spent))
     if told := machine.clocks():
         found.about[f"clocks after {suite.name}"] = told
     kept.write(found)
@@ -189,7 +194,7 @@ def went_to() -> str:
     """What the seconds of a suite went to, and the contenders that took most of them."""
     of_what: collections.Counter[str] = collections.Counter()
     of_whom: collections.Counter[str] = collections.Counter()
-    for (what, whom), seconds in side_by_side.spent.items():
+    for (what, whom), seconds in spending.spent.items():
         of_what[what] += seconds
         of_whom[whom] += seconds if whom else 0
     told = [f"{what} {seconds:.0f}" for what, seconds in of_what.most_common()]

@@ -13,9 +13,7 @@ it; one that leaves the device unusable has this program started again.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import statistics
@@ -42,6 +40,7 @@ from benchmarks import (
 from benchmarks.ahead import Ahead
 from benchmarks.cases import Case
 from benchmarks.results import NO_TIME_LEFT, Results, Row
+from benchmarks.spending import CHECKING, COMPILING, TIMING, clock
 from benchmarks.store import Store
 
 FLAGS = flags.FLAGS
@@ -53,6 +52,10 @@ flags.DEFINE_bool("forward_only", False, "run: without the backward pass")
 
 TURNS = 3
 TURN_SECONDS = 0.03
+# Where a turn's calls take longer than this, the row has two turns: each has three batches at
+# least, whatever a call takes, so a row of 20 ms a call has 16 calls in all.
+LONG_TURN_SECONDS = 0.5
+LONG_TURNS = 2
 # What takes longer than this, and than twice the fastest, is timed in one turn: it is far behind.
 SLOW_SECONDS = 0.03
 # For all that compiles at one time.
@@ -134,17 +137,6 @@ class DeviceLostError(RuntimeError):
 
 # What did not finish compiling, and runs on in its thread.
 stuck: list[concurrent.futures.Future[Any]] = []
-# Seconds of the suite that runs, by what they went to and whom.
-spent: collections.Counter[tuple[str, str]] = collections.Counter()
-
-
-@contextlib.contextmanager
-def clock(what: str, whom: str = "") -> Iterator[None]:
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        spent[what, whom] += time.monotonic() - start
 
 
 def compiled(contest: Contest, case: Case, phase: str, name: str) -> Callable[[], Ready]:
@@ -188,7 +180,7 @@ def loaded(contest: Contest, told: Any, *job: Any) -> Callable[[], Ready]:
             return found
         case, phase, name = job
         print(f"{case}, {phase}: {name} is compiled again: {found}", flush=True)
-        with clock(f"of this compiling {name} again"):
+        with clock(COMPILING, name):
             return compiled(contest, case, phase, name)()
 
     return compare
@@ -263,6 +255,7 @@ def measure(
     rows = [Row(str(case), phase, name, limit, *work, **about) for name in names]
     batches: dict[str, list[float]] = {name: [] for name in names}
     hosts: dict[str, list[float]] = {name: [] for name in names}
+    longest = dict.fromkeys(names, 0.0)
 
     def compare_later(row: Row) -> Callable[[], Ready]:
         if left() <= 0:
@@ -277,12 +270,12 @@ def measure(
 
     turns: dict[str, Turn] = {}
     together = [row for row in rows if not searches(row)]
-    with clock("compiling"):
+    with clock(COMPILING):
         comparisons = all_compiled([functools.partial(compare_later, row) for row in together])
     alone = [row for row in rows if searches(row)]
     for row in alone:
         job = functools.partial(compare_later, row)
-        with clock("compiling", row.contender):
+        with clock(COMPILING, row.contender):
             comparisons += all_compiled([job]) if row.contender in contest.in_jax else [job()]
     lost = False
     for row, compare in zip(together + alone, comparisons, strict=True):
@@ -290,7 +283,7 @@ def measure(
             row.unavailable = NO_TIME_LEFT
             continue
         attempt(row.contender)
-        with clock("comparing", row.contender):
+        with clock(CHECKING, row.contender):
             ready = compare()
         if isinstance(ready, str):
             row.unavailable = ready
@@ -304,10 +297,13 @@ def measure(
         for row in rows:
             # At least once, whatever the time.
             slow = row.turns and row.turns[-1] > max(SLOW_SECONDS, 2 * fastest)
-            if row.contender not in turns or turn and (slow or left() <= 0):
+            enough = turn >= LONG_TURNS and longest[row.contender] > LONG_TURN_SECONDS
+            if row.contender not in turns or turn and (slow or enough or left() <= 0):
                 continue
-            with clock("timing", row.contender):
+            start = time.monotonic()
+            with clock(TIMING, row.contender):
                 timed = turns[row.contender](TURN_SECONDS)
+            longest[row.contender] = max(longest[row.contender], time.monotonic() - start)
             if isinstance(timed, str):
                 # It has no figure then: its earlier turns are in doubt.
                 row.unavailable = timed
@@ -392,7 +388,7 @@ class Plan:
         numbered = [(wanted.in_jax[job], *job) for job in ordered]
         count = sum(map(len, wanted.in_torch))
         progress.show(f"compiling {len(ordered)} programs for JAX, {count} for PyTorch")
-        with clock("compiling ahead"):
+        with clock(COMPILING):
             answers = helpers.programs(numbered, wanted.in_torch, seconds)
         for job, told in zip(ordered, answers, strict=True):
             self._take(job, told, contests[wanted.in_jax[job]])

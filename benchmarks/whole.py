@@ -32,6 +32,8 @@ most. SIGTERM ends all of it and loses nothing that was measured.
 report, keeps the files in benchmarks/results and makes the documents and the pictures of them.
 Where the command ran in a copy without its history, this also finds the commit of its sources.
 
+DIR/seconds.json and the table at the end say what the seconds of all parts went to.
+
 The exit status is 0 where nothing is lacking, 3 where the same command has to be run again, and 2
 where a file is of another machine, version or commit.
 """
@@ -67,6 +69,7 @@ from benchmarks import (
     progress,
     results,
     sdpa,
+    spending,
     stopping,
     store,
     training,
@@ -74,6 +77,7 @@ from benchmarks import (
 from benchmarks.cases import PHASES
 from benchmarks.results import NO_TIME_LEFT, ResultsError
 from benchmarks.store import Store
+from benchmarks.tables import Table
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("folder", "", "whole: where the files of figures are, or will be")
@@ -89,6 +93,8 @@ LACKING = 3
 # That of a command that was asked wrongly, or whose file is of another machine or commit.
 REFUSED = 2
 MOST_STARTS = 4
+# In the folder: what the seconds of all parts went to.
+SECONDS = "seconds.json"
 # The report has every second row of the choices: all of them take a card more than nine minutes.
 CHOICES_EVERY = 2
 # A stage takes about a minute to start: the imports, a copy's bandwidth, what is compiled.
@@ -332,6 +338,27 @@ def _stopped(process: subprocess.Popen[bytes]) -> int:
         return process.wait()
 
 
+# By stage, and of the phase of compiling: the seconds of this command.
+_walls: dict[str, float] = {}
+
+
+def note(name: str, seconds: float) -> None:
+    _walls[name] = _walls.get(name, 0.0) + seconds
+
+
+def noted(folder: Path, card: str) -> Table:
+    """The seconds of all parts so far, those of this one now in a file of the folder, too."""
+    path = folder / SECONDS
+    sums = spending.of_file(path).get(card, {})
+    for name, seconds in _walls.items():
+        sums[name] = sums.get(name, 0.0) + seconds
+    _walls.clear()
+    told = spending.of_stages(sums, {stage.name: stage.path(folder, card) for stage in STAGES})
+    results.write(path, json.dumps({"spent": {card: sums}, "kinds": told}, indent=1) + "\n")
+    note_of_cards = "Compiling takes all cards at a time, a stage takes one."
+    return dataclasses.replace(spending.table(told), notes=[note_of_cards])
+
+
 def run_stage(
     stage: Stage,
     path: Path,
@@ -344,6 +371,7 @@ def run_stage(
     whether it was refused.
     """
     lacking, refused = stage.lacking(path, platform), False
+    begun = time.monotonic()
     for _ in range(MOST_STARTS):
         left = end - time.monotonic()
         if not lacking or left < SHORTEST_SECONDS or _over.is_set():
@@ -358,6 +386,7 @@ def run_stage(
         # It would be again.
         if refused or status in (0, 1) and lacking == before:
             break
+    note(stage.name, time.monotonic() - begun)
     return lacking, refused
 
 
@@ -427,6 +456,7 @@ def compile_ahead(
         seconds,
         kept,
     )
+    note(spending.COMPILING, time.monotonic() - start)
     print(f"compiling took {time.monotonic() - start:.0f} s; {lacking} programs lack", flush=True)
     return lacking
 
@@ -470,8 +500,9 @@ def main(_: Sequence[str]) -> int:
         found = run_stages(folder, card, platform, count, end)
     refusals = [stage for stage, (_, refused) in found.items() if refused]
     left_over = {stage: lacking for stage, (lacking, _) in found.items() if lacking}
+    print("\n" + noted(folder, card).text(), flush=True)
     print("\nThe files of this report:", flush=True)
-    for path in dict.fromkeys(stage.path(folder, card) for stage in STAGES):
+    for path in [*(stage.path(folder, card) for stage in STAGES), folder / SECONDS]:
         if path.exists():
             print(path, flush=True)
     if left_over:
