@@ -895,7 +895,7 @@ def main() -> int:
     # A CPU's cores are few, and its programs small.
     count = ahead.workers() if platform == "gpu" else 0
     not_compiled = 0
-    if kept_programs := store.given(platform):
+    if kept_programs := store.given():
         programs, later = in_store(groups, kept_programs)
         groups, not_compiled = [group for group in groups if group not in later], len(later)
     else:

@@ -432,7 +432,7 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
     print(f"{len(groups)} rows to measure, {len(every) - len(groups)} known", flush=True)
     progress.start(len(groups), end)
     works, late = True, []
-    if kept_programs := store.given(platform):
+    if kept_programs := store.given():
         programs, later = choices.in_store(both_of(groups), kept_programs, by_name=False)
         late = [group for group in groups if later.intersection(both_of([group]))]
         ready = [group for group in groups if group not in late]

@@ -128,7 +128,7 @@ def hold(wanted: Sequence[Suite], names: Sequence[str] = ()) -> int:
             return 1
         found = kept.begun(facts, earlier)
         plan = Plan()
-        if kept_programs := store.given(platform):
+        if kept_programs := store.given():
             plan.take(contests, found, kept_programs)
         elif count := helping(platform):
             with Ahead(platform, [FLAGS.config, *names], count) as helpers:

@@ -38,16 +38,19 @@ import jax
 import jaxlib
 from absl import flags
 
-from benchmarks import machine
+from benchmarks import machine, results
+from benchmarks.results import ResultsError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string(
     "compiled",
     "",
     "run: compile nothing ahead, and time only rows whose programs are in this folder, which "
-    "`whole` fills",
+    "`whole` fills; whole: below which folder that is",
 )
 
+# The file in a folder of programs that says what they depend on.
+STATE = "state.json"
 # What a job asks for, as JSON; the name of its file is a digest of it.
 Job = Mapping[str, Any]
 
@@ -119,12 +122,26 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 def opened(root: Path, platform: str) -> Store:
     """The programs of today's state below a folder, which is made where it is not there."""
-    folder = root / _digest(state(platform))
+    facts = state(platform)
+    folder = root / _digest(facts)
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.mkdir(exist_ok=True, mode=0o700)
+    results.write(folder / STATE, json.dumps(facts, indent=1) + "\n")
     return Store(folder)
 
 
-def given(platform: str) -> Store | None:
-    """That of --compiled, if the flag is there."""
-    return opened(Path(FLAGS.compiled), platform) if FLAGS.compiled else None
+def given() -> Store | None:
+    """That of --compiled, if the flag is there. The folder is that of a state: a library that this
+    process imported may have changed XLA's flags since.
+    """
+    if not FLAGS.compiled:
+        return None
+    path = Path(FLAGS.compiled) / STATE
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ResultsError(f"--compiled={FLAGS.compiled} has no programs: {error}") from error
+    for name, here in (("commit", machine.commit()), ("jax", jax.__version__)):
+        if told.get(name) != here:
+            raise ResultsError(f"{path}: {name} is {told.get(name)} there and {here} here")
+    return Store(path.parent)

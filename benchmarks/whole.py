@@ -383,8 +383,9 @@ def run_stage(
         status = ran(command, left, place, stage.name)
         before, lacking = lacking, stage.lacking(path, platform)
         refused = status == REFUSED
-        # It would be again.
-        if refused or status in (0, 1) and lacking == before:
+        # It would be again; and what is not compiled waits for the next phase.
+        waits = lacking == before or bool(stage.ahead and programs)
+        if refused or status in (0, 1) and waits:
             break
     note(stage.name, time.monotonic() - begun)
     return lacking, refused
@@ -468,7 +469,7 @@ def in_phases(
     while True:
         left = end - time.monotonic()
         absent = compile_ahead(folder, card, platform, count, COMPILING * left, kept)
-        found = run_stages(folder, card, platform, count, end, kept.folder.parent)
+        found = run_stages(folder, card, platform, count, end, kept.folder)
         over = end - time.monotonic() < SHORTEST_SECONDS + compiling.SHORTEST_SECONDS
         if not absent or over or any(refused for _, refused in found.values()):
             return found

@@ -71,7 +71,7 @@ def test_a_store_has_what_was_put_there(kept, tmp_path, monkeypatch):
 def test_a_file_that_is_not_whole_is_no_program(kept, monkeypatch):
     job = ahead.key(JOB)
     kept.put(job, {"program": b"1" * 1000})
-    (path,) = kept.folder.iterdir()
+    (path,) = (one for one in kept.folder.iterdir() if one.name != store.STATE)
     path.write_bytes(path.read_bytes()[:100])
     assert kept.get(job) is None and not kept.has(job)
 
@@ -81,7 +81,7 @@ def test_a_file_that_is_not_whole_is_no_program(kept, monkeypatch):
 
     monkeypatch.setattr(pickle, "dump", full)
     kept.put(job, {})
-    assert [*kept.folder.iterdir()] == []
+    assert [one.name for one in kept.folder.iterdir()] == [store.STATE]
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_cliffs_and_choices_leave_what_is_not_compiled(tmp_path, kept, monkeypat
     for row in rows[:2]:
         kept.put(choices.job_of(row, PHASES[0], by_name=False), ["programs"])
     path = tmp_path / "figures.json"
-    flags_of = {"json": str(path), "forward_only": True, "compiled": str(kept.folder.parent)}
+    flags_of = {"json": str(path), "forward_only": True, "compiled": str(kept.folder)}
     with flagsaver.flagsaver(suite=["cliffs"], **flags_of):
         assert entry.main(["benchmarks", "run"]) == 0
     assert timed == [([17], [16, 17])]
@@ -238,6 +238,13 @@ def test_cliffs_and_choices_leave_what_is_not_compiled(tmp_path, kept, monkeypat
         assert entry.main(["benchmarks", "run"]) == 1
     assert measured == [17] and "2 rows were not reached in time" in capsys.readouterr().out
     with flagsaver.flagsaver(suite=["training"], **flags_of):
+        assert entry.main(["benchmarks", "run"]) == 2
+    # Programs of other sources are refused, and so is a folder without any.
+    with flagsaver.flagsaver(suite=["choices"], **flags_of):
+        with monkeypatch.context() as patched:
+            patched.setattr(machine, "commit", lambda: "another")
+            assert entry.main(["benchmarks", "run"]) == 2
+        kept.remove()
         assert entry.main(["benchmarks", "run"]) == 2
 
 

@@ -261,6 +261,18 @@ def test_a_part_compiles_before_its_stages_and_again_for_what_it_left(tmp_path, 
     assert [*programs.iterdir()] == []
 
 
+def test_a_stage_whose_rows_wait_for_programs_is_not_started_again(tmp_path, stages):
+    """It measured what was compiled: the next phase compiles the rest."""
+    ran, _, _ = stages
+    end = time.monotonic() + 540
+    for programs, starts in ((tmp_path, 1), (None, 2)):
+        ran.clear()
+        stage = dataclasses.replace(whole.STAGES[0], ahead=lambda *_: whole.compiling.Jobs([]))
+        path = tmp_path / f"{starts}.json"
+        lacking, refused = whole.run_stage(stage, path, "cpu", end, whole.Place(), programs)
+        assert (lacking, refused, len(ran)) == (2 - starts, False, starts)
+
+
 def test_one_card_runs_on_all_of_the_machine(tmp_path, monkeypatch):
     assert whole.places(1, tmp_path) == [whole.Place()]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
