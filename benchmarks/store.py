@@ -14,8 +14,9 @@ What a file saves, found with JAX 0.11.2 and CUDA 13:
   of all its kernels, four in 0.7 MB for softmax attention with its gradients, and 32 in 3.3 MB
   where it makes eight calls. Loading it runs neither MLIR's passes nor ptxas.
 - JAX's persistent compilation cache holds the same bytes, but JAX looks for them by a digest of the
-  lowered program. So a process that asks that cache traces and lowers first, 1.5 to 3.3 s a program
-  where compiling takes 2.9 to 4.2 s. A file that is named by its row saves both.
+  lowered program. So a process that asks that cache traces and lowers first, which took 1.5 to
+  3.3 s for programs that compiled in 2.9 to 4.2 s on two cores. A file that is named by its row
+  saves both.
 - XLA's cache of autotuned products (`xla_gpu_per_fusion_autotune_cache_dir`) would help programs
   that search. These are not compiled ahead at all: a search times kernels, so nothing else may run
   beside it.

@@ -32,7 +32,7 @@ most. SIGTERM ends all of it and loses nothing that was measured.
 report, keeps the files in benchmarks/results and makes the documents and the pictures of them.
 Where the command ran in a copy without its history, this also finds the commit of its sources.
 
-DIR/seconds.json and the table at the end say what the seconds of all parts went to.
+DIR/seconds/CARD.json and the table at the end say what the seconds of all parts went to.
 
 The exit status is 0 where nothing is lacking, 3 where the same command has to be run again, and 2
 where a file is of another machine, version or commit.
@@ -93,8 +93,8 @@ LACKING = 3
 # That of a command that was asked wrongly, or whose file is of another machine or commit.
 REFUSED = 2
 MOST_STARTS = 4
-# In the folder: what the seconds of all parts went to.
-SECONDS = "seconds.json"
+# The folder of the files that say what the seconds of all parts went to, one for each card.
+SECONDS = "seconds"
 # The report has every second row of the choices: all of them take a card more than nine minutes.
 CHOICES_EVERY = 2
 # A stage takes about a minute to start: the imports, a copy's bandwidth, what is compiled.
@@ -348,7 +348,7 @@ def note(name: str, seconds: float) -> None:
 
 def noted(folder: Path, card: str) -> Table:
     """The seconds of all parts so far, those of this one now in a file of the folder, too."""
-    path = folder / SECONDS
+    path = folder / SECONDS / f"{card}.json"
     sums = spending.of_file(path).get(card, {})
     for name, seconds in _walls.items():
         sums[name] = sums.get(name, 0.0) + seconds
@@ -503,7 +503,8 @@ def main(_: Sequence[str]) -> int:
     left_over = {stage: lacking for stage, (lacking, _) in found.items() if lacking}
     print("\n" + noted(folder, card).text(), flush=True)
     print("\nThe files of this report:", flush=True)
-    for path in [*(stage.path(folder, card) for stage in STAGES), folder / SECONDS]:
+    paths = [stage.path(folder, card) for stage in STAGES]
+    for path in dict.fromkeys([*paths, folder / SECONDS / f"{card}.json"]):
         if path.exists():
             print(path, flush=True)
     if left_over:

@@ -89,8 +89,10 @@ def test_whole_tells_the_seconds_of_all_parts(tmp_path, clocked, monkeypatch, ca
     assert ["report:", "linear", "0", "0", "24", "0", "24"] in told
     assert ["report:", "start", "0", "0", "0", "36", "36"] in told
     assert ["all", "0", "0", "24", "36", "60"] in told
-    noted = json.loads((tmp_path / whole.SECONDS).read_text())
+    noted = json.loads((tmp_path / whole.SECONDS / "a_card.json").read_text())
     assert noted["spent"] == {"a_card": {"report": 60.0}}
+    # Beside the figures, and none of them.
+    assert [path.name for path in tmp_path.glob("*.json")] == ["a_card.json"]
     whole.note(COMPILING, 5.0)
     assert ["compiling", "5", "0", "0", "0", "5"] in [
         line.split() for line in whole.noted(tmp_path, "a_card").text().splitlines()
