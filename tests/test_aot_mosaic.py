@@ -130,7 +130,7 @@ CALLS = [
         36,
         {
             "both_ways_wide_output": 16,
-            "both_ways_wide_query_gradient": 704,
+            "both_ways_wide_query_gradient": 764,
             "both_ways_wide_key_gradients": 896,
         },
     ),

@@ -22,6 +22,7 @@ from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 UNIT = 2  # chunks, one of each warpgroup of OWN
+UNITS = CHUNKS_OF_RUN // UNIT  # of a run
 OWN = Role("own", registers=208, warpgroups=UNIT)
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 FEATURES = Role("features", registers=72)
@@ -50,7 +51,7 @@ class Storage(mosaic.Storage):
 @dataclasses.dataclass(frozen=True)
 class Runs:
     """The kernel: what it is of, its arrays in global memory, and its storage. `deal` counts units
-    of rows."""
+    of rows, and the heads of all passes that share a launch."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
@@ -255,7 +256,7 @@ class Runs:
 
     def others(self, item: Item) -> Any:
         """How many chunks of the run are of its other unit, where rows see both sides."""
-        is_first = lax.rem(item.piece, CHUNKS_OF_RUN // UNIT) == 0
+        is_first = lax.rem(item.piece, UNITS) == 0
         behind = jnp.clip(self.chunks - (item.piece + 1) * UNIT, 0, UNIT)
         return jnp.where(is_first, behind, UNIT)
 
@@ -310,7 +311,7 @@ class Runs:
     def chunk(self, item: Item, turn: Any) -> Any:
         """A chunk's number in the sequence: those of the unit's own rows come last."""
         if self.both_ways:
-            others, is_first = self.others(item), lax.rem(item.piece, CHUNKS_OF_RUN // UNIT) == 0
+            others, is_first = self.others(item), lax.rem(item.piece, UNITS) == 0
             start = item.piece * UNIT
             other = jnp.where(is_first, start + UNIT, start - UNIT)
             return jnp.where(turn < others, other + turn, start + turn - others)
@@ -432,23 +433,35 @@ def rows_of(chunk: Any) -> Any:
 
 def each(passes: Sequence[Runs], do: Callable[[Runs, Item], None]) -> Any:
     """Runs `do` for each unit of each pass, and returns how many tiles these took in all: of an
-    item `chunks` are its tiles. Passes that share a launch take the heads in turns, so that blocks
-    that run at once read the same rows."""
-
-    def of_pass(item: Item) -> Any:
-        return lax.rem(item.head, len(passes))
+    item `chunks` are its tiles. The units of a run, and of these the passes that share a launch,
+    follow one another, so that blocks that run at once read the same states and rows."""
+    count, deal = len(passes), passes[0].deal
+    heads = deal.heads // count
 
     def cut(item: Item) -> Item:
-        tiles, *others = (runs.tiles_of(item) for runs in passes)
-        for number, other in enumerate(others):
-            tiles = jnp.where(of_pass(item) == number + 1, other, tiles)
-        return item._replace(chunks=tiles)
+        """The item in this order."""
+        of_piece = item.batch * deal.heads + item.head
+        index = item.piece * (deal.B * deal.heads) + of_piece
+        run = lax.div(index, UNITS * deal.B * deal.heads)
+        within = index - run * (UNITS * deal.B * deal.heads)
+        units = jnp.minimum(UNITS, deal.pieces - run * UNITS)
+        rest, number = lax.div(within, count), lax.rem(within, count)
+        piece, head = run * UNITS + lax.rem(rest, units), lax.div(rest, units)
+        batch, head = lax.div(head, heads), lax.rem(head, heads)
+        first_row = piece * (UNIT * C)
+        own = item._replace(batch=batch, head=head, piece=piece, first_row=first_row)
+        tiles, *others = (runs.tiles_of(own) for runs in passes)
+        for other, of_other in enumerate(others):
+            tiles = jnp.where(number == other + 1, of_other, tiles)
+        return own._replace(head=head * count + number, chunks=tiles)
 
     def one(item: Item) -> None:
-        own = item._replace(head=lax.div(item.head, len(passes)))
+        if count == 1:
+            do(passes[0], item)
+            return
+        own = item._replace(head=lax.div(item.head, count))
         for number, runs in enumerate(passes):
-            pl.when(of_pass(item) == number)(functools.partial(do, runs, own))
+            is_own = lax.rem(item.head, count) == number
+            pl.when(is_own)(functools.partial(do, runs, own))
 
-    if len(passes) == 1:
-        return passes[0].deal.each(functools.partial(do, passes[0]), cut=cut)
-    return passes[0].deal.each(one, cut=cut)
+    return deal.each(one, cut=cut)

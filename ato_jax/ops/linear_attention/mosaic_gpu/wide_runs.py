@@ -115,7 +115,7 @@ def wide_key_gradients(
     """dk, and dv with what is left of keys with a decay, [B, H, T up to a whole unit], of chunks
     `seen_within` [B, H, 4, as many]; by passes that share a launch, and so what they read of the
     second cache. `arrays` are those of DK."""
-    units = in_units(spec, dataclasses.replace(deal, heads=2 * deal.heads))
+    units = in_units(spec, deal, passes=2)
     runs = Runs(spec, units, Pass.DK, arrays, joined=True)
     given, tree = jax.tree.flatten(arrays)
     of_rows = jax.ShapeDtypeStruct((spec.B, spec.H, whole_units(spec.T)), F32)
@@ -146,9 +146,9 @@ def wide_key_gradients(
     return dk, Left(**dict(zip(left, found, strict=True)))
 
 
-def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal) -> mosaic.Deal:
+def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal, passes: int = 1) -> mosaic.Deal:
     units = whole_units(spec.T) // (UNIT * C)
-    return mosaic.Deal(spec.B, deal.heads, spec.T, UNIT * C, units, deal.most_blocks)
+    return mosaic.Deal(spec.B, deal.heads * passes, spec.T, UNIT * C, units, deal.most_blocks)
 
 
 def launch(runs: Runs, name: str, bind: Any, left: Iterable[Any], arrays: Any) -> Any:
