@@ -1431,6 +1431,41 @@ def test_channel_gates_of_mosaic_gpu(
         numerics.compare(found, wanted)
 
 
+@pytest.mark.kernels("mosaic_channel_gates", "channel_gates")
+@pytest.mark.parametrize(
+    ("B", "T", "G", "D", "layout", "options"),
+    [
+        (2, 9000, 4, 128, "bthd", {}),
+        (4, 4099, 4, 64, "bhtd", {"states": True}),
+        (2, 9001, 2, 192, "bthd", {"segments": 20}),
+        (8, 2048, 4, 80, "bthd", {"normalize": False, "feature_map": "identity"}),
+        (6, 3001, 4, 48, "bthd", {"lengths": True}),
+        (4, 4099, 4, 128, "bhtd", {"causal": True, "segments": 20}),
+        (4, 4096, 2, 64, "bthd", {"causal": True, "segments": 5, "lengths": True}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_channel_gates_that_xla_alone_took(
+    B: int, T: int, G: int, D: int, layout: str, options: dict[str, Any]
+) -> None:
+    """Rows that see both sides, and any number of rows, lengths and groups beside segments."""
+    needs_hopper()
+    options = {"causal": False, "layout": layout} | options
+    qkv = arrays("bfloat16", B=B, T=T, H=4, G=G, D=D, layout=layout)
+    gates = -np.abs(np.random.default_rng(4).standard_normal(qkv[1].shape, np.float32)) / 10
+    if options.pop("states", False):
+        options |= linear_options("states", B, T, D, G=G)
+    if segments := options.pop("segments", 0):
+        ids = np.sort(np.random.default_rng(5).integers(0, segments, (B, T)), axis=1)
+        options["segment_ids"] = jnp.asarray(ids)
+    if options.pop("lengths", False):
+        options["kv_lengths"] = np.linspace(0, T, B).astype(int)
+    options |= {"decay": jnp.asarray(gates), "implementation": None}
+    explained = ato_jax.explain("linear_attention", *qkv, **options)
+    assert explained.forward.backend == explained.backward.backend == "mosaic_gpu"
+    check("linear_attention", *qkv, **options)
+
+
 @of_mosaic_gpu
 @pytest.mark.parametrize("causal, D", [*BY_SIZE, (True, 96)])
 def test_transforms_of_mosaic_gpu(causal: bool, D: int) -> None:

@@ -92,6 +92,13 @@ STEPS = [
     ("B2 T70 S90 H4 G2 D156", "bhtd", "state returned", "Padded"),
     ("B2 T70 H3 D48", "bthd", "causal channel state returned", "Padded"),
     ("B2 T75 H4 D40", "bhtd", "causal channel lengths", "Counted Padded"),
+    ("B2 T75 H4 D36", "bthd", "channel lengths state returned", "Counted Padded"),
+    (
+        "B1 T75 H4 G2 D64",
+        "bhtd",
+        "causal channel lengths segments returned",
+        "Expanded Counted Padded",
+    ),
     ("B1 T70 H2 D72", "bthd", "step", "Padded"),
     ("B2 T32 S48 H2 D128", "bthd", "", "Padded"),
     ("B1 T128 H4 G2 D160", "bthd", "causal", "Expanded"),
@@ -170,6 +177,7 @@ INTERPRETED = [
     ("B1 T75 H2 D156", "bthd", "causal returned"),
     ("B2 T70 H2 D200", "bhtd", "lengths"),
     ("B1 T71 H3 D40", "bthd", "causal channel state returned"),
+    ("B1 T70 H2 G1 D40", "bhtd", "causal channel segments"),
 ]
 
 

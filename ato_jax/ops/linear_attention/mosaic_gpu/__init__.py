@@ -5,8 +5,9 @@
     out_i = S phi(q_i) / max(phi(q_i) . z, eps)        normalize, else scale * S phi(q_i)
 
 over all keys j (`bidirectional.py`), those of the query's segment (`documents.py`), or those j <=
-i, also with a decay for each head, each step, or each step and channel (`causal.py`). `frame.py`
-says what a kernel is made of.
+i (`causal.py`), also with a decay for each head or step, or each step and channel, which reach all
+keys by a second walk (`both_ways.py`, `channel_both_ways.py`). `frame.py` says what a kernel is
+made of.
 
 Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
 float32; causal, or with segments, also D = V = 64, two heads side by side; also D = V = 192 and 256
@@ -120,8 +121,6 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
             return "does not support float32 with a decay or segments"
         if spec.causal and (spec.q_lengths or spec.kv_lengths):
             return "does not support float32 with causal=True and lengths"
-    if spec.decay == "channel" and not spec.causal:
-        return "does not support a decay per channel without causal=True"
     if lacking := refusals.unsupported_sizes(spec):
         return f"needs {lacking}, got D={spec.D}, V={spec.V}"
     if frame.heads_of_tile(spec) == 2 and (lacking := refusals.unsupported_pairs(spec)):
@@ -141,7 +140,8 @@ def unsupported_as_given(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"needs T and S of at least {frame.C}{of_rows}, {got}"
     if spec.causal and spec.T != spec.S:
         return f"needs T = S where causal, {got}"
-    if not (spec.causal or frame.by_two_walks(spec) or frame.by_runs(spec)):
+    in_walks = spec.causal or spec.decay or frame.by_runs(spec)
+    if not in_walks:
         return None
     if frame.both_ways(spec) and (lacking := refusals.unsupported_both_ways(spec, phase)):
         return f"does not support {lacking} without causal=True"
@@ -177,6 +177,12 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
         # Triton's gradients are the same behind either forward, whose outputs alone they are given.
         inner = projected.inner_spec(spec)
         return beats_later_backends(inner, device, backward_follows=False)
+    if refusals.is_left_to_xla(spec):
+        # On an H100, B1 H16 T16384 D256 took 1.15 ms and by XLA 25.9, with gradients 4.22 and 98.2.
+        if backward_follows and unsupported(spec, "backward"):
+            return False
+        columns = max(spec.D + spec.V, 2 * frame.F)
+        return spec.B * spec.H * spec.T >= ENOUGH_ROWS * 2 * frame.F // columns
     if fit := _fit(spec, "backward" if backward_follows else "forward"):
         pays = fitted.pays(fit, backward_follows)
         return pays and beats_later_backends(fit.spec, device, backward_follows)
@@ -192,11 +198,9 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     between_backends = spec.segments or frame.both_ways(spec)
     if backward_follows and between_backends and unsupported(spec, "backward"):
         return False
-    if channel_blocks.is_cut(spec):
-        # Behind this backend is XLA. On an H100, B1 H16 T16384 D256 took 1.15 ms and by XLA 25.9,
-        # with gradients 4.22 and 98.2.
-        return spec.B * spec.H * spec.T >= ENOUGH_ROWS * 2 * frame.F // (spec.D + spec.V)
     enough = ENOUGH_ROWS
+    if channel_blocks.is_cut(spec):
+        return spec.B * spec.H * spec.T >= enough * 2 * frame.F // (spec.D + spec.V)
     if frame.by_two_walks(spec):
         # Whatever a head fills of a tile: Triton's kernels take two walks, and these one.
         enough = ENOUGH_ROWS_BOTH_WAYS * 2 * frame.F // (spec.D + spec.V)

@@ -33,7 +33,7 @@ def as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:
-        if spec.causal or frame.by_two_walks(spec) or frame.by_runs(spec):
+        if spec.causal or spec.decay or frame.by_runs(spec):
             # The saved arrays have the same shape whatever the size of the batch.
             pieces = causal_pieces.pieces_of(spec_in_tiles(spec), config)
             config = dataclasses.replace(config, pieces=pieces)

@@ -440,13 +440,9 @@ def _backward_in_blocks(
         kept = keep_in_blocks(spec, config, inputs, features=True)
 
     def by_walks() -> Inputs:
-        g = channel_blocks.values_in_blocks(spec, cut, cotangents.out)
-        of_outputs = cotangents._replace(out=g)
-        if spec.return_state:
-            state = channel_blocks.state_in_blocks(cut, cotangents.state, is_cotangent=True)
-            of_outputs = of_outputs._replace(state=state)
+        of_outputs = channel_blocks.cotangents_in_blocks(spec, cut, cotangents)
         of_rows = kept.den, kept.out, kept.rest
-        weights = channel_blocks.weights_of(spec, cut, of_rows, g)
+        weights = channel_blocks.weights_of(spec, cut, of_rows, of_outputs.out)
         arrays = channel_blocks.arrays_in_blocks(spec, cut, inputs)
         states = kept.s, kept.z
         deal = causal_pieces.deal_of(cut, config)

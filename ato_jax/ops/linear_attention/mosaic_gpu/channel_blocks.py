@@ -1,4 +1,5 @@
 """Heads of 144 to 256 columns with a gate per channel: cut into blocks of at most 128 columns.
+Calls without causal=True are made of such blocks, too, and of two walks (`channel_both_ways.py`).
 
 With features in blocks a and values in blocks b, numerators and denominators are sums over a,
 
@@ -8,7 +9,8 @@ where num_iab is the numerator of a head with q_ia, k_ja, their gates and v_jb a
 of blocks has a state of its own, and is a head of its own, (a, b, h), to the kernels for 128
 columns, which run a call of that many more heads.
 Arrays lie in memory as they are: [B, T, H, blocks * columns] is [B, T, H * blocks, columns]. Where
-features have more than one block, numerators and denominators are left in float32 for XLA to add.
+features have more than one block, or rows see both sides, numerators and denominators are left in
+float32 for XLA to add.
 
 Blocks have multiples of 16 columns: where D has an odd number of them, XLA pads it by 16 whose
 features of keys are 0.
@@ -24,19 +26,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ato_jax import mosaic
 from ato_jax.ops.linear_attention.fits import FILLERS
-from ato_jax.ops.linear_attention.mosaic_gpu import narrow
-from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
+from ato_jax.ops.linear_attention.mosaic_gpu import channel_both_ways, narrow
+from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
 
 COLUMNS = 128  # of a block, at most
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut(narrow.Narrow):
-    """A call whose heads are pairs of blocks; `width` and `values_width` are a block's columns."""
+    """A call whose heads are pairs of blocks; `width` and `values_width` are a block's columns.
+    Where rows see both sides, its batch has an entry for each of two walks."""
 
     feature_blocks: int = 1
     value_blocks: int = 1
+    both_ways: bool = False
 
     @property
     def blocks(self) -> int:
@@ -44,8 +49,18 @@ class Cut(narrow.Narrow):
 
 
 def adds_up(spec: LinearAttentionSpec) -> bool:
-    """Whether the output is a sum over blocks of features, which kernels leave to XLA."""
-    return isinstance(spec, Cut) and spec.feature_blocks > 1
+    """Whether the output is a sum over blocks of features, or over both walks, which kernels leave
+    to XLA."""
+    return isinstance(spec, Cut) and (spec.feature_blocks > 1 or spec.both_ways)
+
+
+def sees(spec: LinearAttentionSpec, item: mosaic.Item, queries: int = 0) -> jax.Array:
+    """[64, 64]: whether a query of a chunk, which are numbered along the axis `queries`, sees a key
+    of it. In a walk from the end none sees its own key."""
+    query, key = mosaic.hidden_position(queries), mosaic.hidden_position(1 - queries)
+    if isinstance(spec, Cut) and spec.both_ways:
+        key = key + lax.rem(item.batch, 2)
+    return query >= key
 
 
 def _blocks_of(spec: LinearAttentionSpec, head: Any, in_memory: int, of_each: int) -> Any:
@@ -87,7 +102,7 @@ def has_first_values(spec: LinearAttentionSpec, head: Any) -> Any:
 
 
 def is_cut(spec: LinearAttentionSpec) -> bool:
-    return spec.decay == "channel" and max(spec.D, spec.V) > COLUMNS
+    return spec.decay == "channel" and (max(spec.D, spec.V) > COLUMNS or not spec.causal)
 
 
 def in_blocks(spec: LinearAttentionSpec) -> Cut:
@@ -99,8 +114,12 @@ def in_blocks(spec: LinearAttentionSpec) -> Cut:
     )
     heads = {name: fields[name] * features * values for name in ("H", "G")}
     sizes = dict.fromkeys("DFV", COLUMNS) | heads | {"layout": "bthd"}
-    return Cut(**fields | sizes, width=width, values_width=values_width,
-               feature_blocks=features, value_blocks=values)
+    both_ways = not spec.causal
+    if both_ways:
+        sizes |= {"B": 2 * spec.B, "causal": True}
+    widths: dict[str, Any] = {"width": width, "values_width": values_width}
+    blocks: dict[str, Any] = {"feature_blocks": features, "value_blocks": values}
+    return Cut(**fields | sizes, **widths, **blocks, both_ways=both_ways)
 
 
 def _parted(
@@ -118,13 +137,24 @@ def arrays_in_blocks(spec: LinearAttentionSpec, cut: Cut, inputs: Inputs) -> Inp
     of_features = cut.feature_blocks, cut.width
     assert inputs.decay is not None
     state = inputs.initial_state
-    return inputs._replace(
+    inputs = inputs._replace(
         q=_parted(spec, inputs.q, *of_features),
         k=_parted(spec, inputs.k, *of_features, FILLERS.get(spec.feature_map.name, 0.0)),
         v=values_in_blocks(spec, cut, inputs.v),
         decay=_parted(spec, inputs.decay, *of_features),
         initial_state=None if state is None else state_in_blocks(cut, state),
     )
+    return channel_both_ways.inputs_of_walks(inputs) if cut.both_ways else inputs
+
+
+def cotangents_in_blocks(spec: LinearAttentionSpec, cut: Cut, cotangents: Outputs) -> Outputs:
+    g, state = values_in_blocks(spec, cut, cotangents.out), cotangents.state
+    if spec.return_state:
+        state = state_in_blocks(cut, state, is_cotangent=True)
+    if cut.both_ways:
+        g = channel_both_ways.of_walks(g)
+        state = channel_both_ways.state_of_walks(state) if spec.return_state else state
+    return cotangents._replace(out=g, state=state)
 
 
 def values_in_blocks(spec: LinearAttentionSpec, cut: Cut, v: jax.Array) -> jax.Array:
@@ -157,6 +187,8 @@ def whole_state(
     """The state of whole heads, from that of their blocks: the inverse of `state_in_blocks`. The
     k_sum of a gradient is the sum over the blocks of values."""
     kv, k_sum = narrow.narrowed(cut, state)
+    if cut.both_ways:
+        kv, k_sum = map(channel_both_ways.of_first_walk, (kv, k_sum))
     shape = spec.B, cut.feature_blocks, cut.value_blocks, spec.G
     kv = kv.reshape(*shape, cut.width, cut.values_width)
     kv = jnp.transpose(kv, (0, 3, 1, 4, 2, 5)).reshape(
@@ -189,20 +221,25 @@ def whole_gradients(spec: LinearAttentionSpec, cut: Cut, found: Inputs) -> Input
     state = found.initial_state
     if state is not None:
         state = whole_state(spec, cut, state, is_gradient=True)
+    q, k, v, decay = found.q, found.k, found.v, found.decay
+    if cut.both_ways:
+        q, k, v = (channel_both_ways.added_up(x).astype(x.dtype) for x in (q, k, v))
+        decay = channel_both_ways.gradient_of_decay(decay)
     return found._replace(
-        q=whole_rows(spec, found.q, spec.D),
-        k=whole_rows(spec, found.k, spec.D),
-        v=whole_rows(spec, found.v, spec.V),
-        decay=whole_rows(spec, found.decay, spec.D),
+        q=whole_rows(spec, q, spec.D),
+        k=whole_rows(spec, k, spec.D),
+        v=whole_rows(spec, v, spec.V),
+        decay=whole_rows(spec, decay, spec.D),
         initial_state=state,
     )
 
 
 def den_of(spec: LinearAttentionSpec, cut: Cut, den: jax.Array) -> jax.Array:
-    """Each query's denominator, [B, H, T up to a whole chunk]: the sum of what the kernel left over
-    the blocks of features. All blocks of values have the same one."""
-    shape = spec.B, cut.feature_blocks, cut.value_blocks, spec.H
-    return jnp.sum(den.reshape(*shape, -1)[:, :, 0], axis=1)
+    """Each query's denominator, [B, H, T]: the sum of what the kernel left over the blocks of
+    features, and over both walks. All blocks of values have the same one."""
+    shape = cut.B, cut.feature_blocks, cut.value_blocks, spec.H
+    den = jnp.sum(den.reshape(*shape, -1)[:, :, 0], axis=1)[:, :, : spec.T]
+    return channel_both_ways.added_up(den, 2) if cut.both_ways else den
 
 
 def weights_of(
@@ -210,24 +247,28 @@ def weights_of(
 ) -> tuple[jax.Array, jax.Array] | None:
     """Where the kernels do not know them, inverse and e = g . out / .. of each pair of blocks, of
     its own values: [B, heads, T up to a whole chunk] each. kept: den, out and what rounding it left
-    off; g is in blocks."""
+    off; g is in blocks, and of both walks."""
     den, *parts = kept
     if den is None:
         return None
     out: Any = sum(
         values_in_blocks(spec, cut, part).astype(jnp.float32) for part in parts if part is not None
     )
+    if cut.both_ways:
+        g = channel_both_ways.of_first_walk(g)
     whole = den_of(spec, cut, den)
     e = jnp.sum(g.astype(jnp.float32) * out, axis=3)
     e = jnp.moveaxis(e.reshape(spec.B, spec.T, spec.H, -1), (3, 2), (1, 2))
-    e = jnp.pad(e, [(0, 0)] * 3 + [(0, whole.shape[2] - spec.T)])
     e = jnp.where(whole[:, None] > spec.eps, e, 0.0)
     shape = spec.B, cut.feature_blocks, cut.value_blocks, *whole.shape[1:]
     inverse = (1.0 / jnp.maximum(whole, spec.eps))[:, None, None]
-    inverse, e = (
-        jnp.broadcast_to(x, shape).reshape(spec.B, -1, shape[-1]) for x in (inverse, e[:, None])
-    )
-    return inverse, e
+
+    def of_blocks(x: jax.Array) -> jax.Array:
+        x = jnp.broadcast_to(x, shape).reshape(spec.B, -1, spec.T)
+        x = channel_both_ways.of_walks(x, 2) if cut.both_ways else x
+        return jnp.pad(x, [(0, 0), (0, 0), (0, den.shape[2] - spec.T)])
+
+    return of_blocks(inverse), of_blocks(e[:, None])
 
 
 def whole_output(
@@ -242,10 +283,11 @@ def whole_output(
     rest = None
     if adds_up(cut):
         shape = cut.feature_blocks, cut.value_blocks, spec.H
-        num = jnp.sum(out.reshape(spec.B, spec.T, *shape, cut.values_width), axis=2)
+        num = jnp.sum(out.reshape(cut.B, spec.T, *shape, cut.values_width), axis=2)
+        if cut.both_ways:
+            num = channel_both_ways.added_up(num)
         if den is not None:
-            den = den_of(spec, cut, den)[:, :, : spec.T]
-            den = jnp.swapaxes(den, 1, 2)[:, :, None, :, None]
+            den = jnp.swapaxes(den_of(spec, cut, den), 1, 2)[:, :, None, :, None]
             num = num / jnp.maximum(den, spec.eps)
         num = jnp.swapaxes(num, 2, 3)
         out = lax.reduce_precision(num, 8, 7)

@@ -339,9 +339,9 @@ def channel_key_gradient(
             for head, own in zip(heads_of(item), tiling.by_heads(crossing_s), strict=True):
                 plgpu.copy_smem_to_gmem(own, crossing_ref.at[item.batch, head, run])
 
-        def seen(x: jax.Array) -> jax.Array:
+        def seen(item: Item, x: jax.Array) -> jax.Array:
             """x [j, i] where query i sees key j, else 0."""
-            x = jnp.where(mosaic.hidden_position(1) >= mosaic.hidden_position(0), x, 0.0)
+            x = jnp.where(channel_blocks.sees(spec, item, queries=1), x, 0.0)
             # Rounded in pairs: behind the choice each would be by itself.
             return lax.optimization_barrier(x)
 
@@ -355,7 +355,7 @@ def channel_key_gradient(
             pairs = zip(features, in_heads(q_s, slot), strict=True)
             found = multiply(*((mosaic.zeros(C, C), [(k, q.T)]) for k, q in pairs))
             borders = borders_of(item, chunk)
-            weights = [mosaic.rounded(seen(a)) for a in seen_pairs(borders, list(found))]
+            weights = [mosaic.rounded(seen(item, a)) for a in seen_pairs(borders, list(found))]
             features = of_last_segment(borders, features)
             plgpu.barrier_wait(r_ready)
             factors = zip(features, tiling.by_heads(r_s), weights, in_heads(g_s, slot), strict=True)
@@ -382,7 +382,8 @@ def channel_key_gradient(
             pairs = zip(minus_e, values, in_heads(g_s, slot), strict=True)
             found = multiply(*((e, [(v, g.T)]) for e, v, g in pairs))
             parts, borders = [], borders_of(item, chunk)
-            for b in map(seen, seen_pairs(borders, list(found))):
+            for b in seen_pairs(borders, list(found)):
+                b = seen(item, b)
                 rounded = mosaic.rounded(b)
                 parts.append((rounded, mosaic.rounded(b - rounded.astype(F32))))
             plgpu.barrier_wait(r_ready)

@@ -356,7 +356,7 @@ def channel_output(
                     lambda: (jnp.where(borders.pairs_from(), w, 0.0), masks.reading(out)),
                     lambda: (w, out),
                 )
-                w = jnp.where(mosaic.hidden_position(0) >= mosaic.hidden_position(1), w, 0.0)
+                w = jnp.where(channel_blocks.sees(spec, item), w, 0.0)
                 # Rounded in pairs: behind the choice each would be by itself.
                 w = lax.optimization_barrier(w)
                 parts = [mosaic.rounded(w)]

@@ -29,6 +29,8 @@ its sums are whole, so the two exchange nothing, and each stores both inverse an
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -79,14 +81,11 @@ class Factors(NamedTuple):
     v: Any
     of_pairs: Any  # both parts of w, with the features
     ones: Any
+    sees: Callable[[], jax.Array]  # [64, 64], a mask of pairs
     z: Any = None  # ahead of the chunk; None where unnormalised
 
     def z_before(self) -> jax.Array:
         return mosaic.in_rows(load(self.z, OF_COLUMNS), C)
-
-
-def sees() -> jax.Array:
-    return mosaic.hidden_position(0) >= mosaic.hidden_position(1)
 
 
 def ones_where(seen: jax.Array) -> jax.Array:
@@ -103,7 +102,7 @@ def read_at_once(factors: Factors, S: jax.Array, totals: jax.Array) -> Any:
     if factors.z is not None:
         z_before = factors.z_before()
         sums += [
-            (z_before, [(ones_where(sees()), features)]),
+            (z_before, [(ones_where(factors.sees()), features)]),
             (totals, [(features.T, factors.ones)]),
         ]
     return multiply(*sums)
@@ -118,7 +117,8 @@ def read_at_border(borders: Any, factors: Factors, S: jax.Array, totals: jax.Arr
     z: Any = ()
     if factors.z is not None:
         before = mosaic.rows_within(factors.z_before(), None, borders.reads)
-        z = multiply((before, [(ones_where(borders.pairs_from() & sees()), features)]))
+        seen = borders.pairs_from() & factors.sees()
+        z = multiply((before, [(ones_where(seen), features)]))
     plgpu.commit_smem()  # all warps have multiplied by the features
     mosaic.keep_rows_between(features, borders.adds, C)
     plgpu.commit_smem()
@@ -271,6 +271,7 @@ def channel_query_gradient(
             half = mosaic.group()
             head = tiling.head_of(item.head, half)
             columns = pl.ds(half * HALF, HALF)
+            sees = functools.partial(channel_blocks.sees, spec, item)
 
             def give_back(chunk: Any) -> None:
                 """The slot from which dq was stored."""
@@ -316,7 +317,7 @@ def channel_query_gradient(
                 rest = mosaic.rounded(w - rounded.astype(F32))
                 of_pairs = (rounded, features), (rest, features)
 
-                factors = Factors(g, s_s.at[half].T, features, v, of_pairs, ones_s.T)
+                factors = Factors(g, s_s.at[half].T, features, v, of_pairs, ones_s.T, sees)
                 if spec.normalize:
                     factors = factors._replace(z=z_s.at[half])
                 D, S, *of_keys = borders.either(

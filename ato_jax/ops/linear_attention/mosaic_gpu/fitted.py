@@ -17,7 +17,7 @@ from ato_jax.ops.linear_attention.fits import (
     fills,
     up,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu import frame, narrow, refusals
+from ato_jax.ops.linear_attention.mosaic_gpu import channel_blocks, frame, narrow, refusals
 from ato_jax.ops.linear_attention.mosaic_gpu import steps as steps_of_rows
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
@@ -47,9 +47,7 @@ def pays(fit: Fit, backward_follows: bool) -> bool:
         return False
     if called.decay in ("head", "step"):
         return backward_follows or frame.is_wide(fit.spec)
-    # Lengths beside gates of channels are XLA's, where these kernels do not take them.
-    by_channel = called.decay == "channel" and (called.q_lengths or called.kv_lengths)
-    return called.dtype == "float32" or frame.is_wide(fit.spec) or by_channel
+    return called.dtype == "float32" or frame.is_wide(fit.spec)
 
 
 def candidates(spec: LinearAttentionSpec) -> Iterator[Fit]:
@@ -82,7 +80,8 @@ def _heads(spec: LinearAttentionSpec) -> Iterator[tuple[list[Step], dict[str, in
         yield [Folded.of(spec)], dict.fromkeys("HG", up(spec.B, 2))
     group, G = spec.H // spec.G, up(spec.G, 2)
     padded = {"G": G, "H": G * (group if group == 1 else up(group, 2))}
-    if group > 1 and (spec.decay in ("head", "step") or frame.by_runs(spec)):
+    of_group = spec.decay in ("head", "step") or frame.by_runs(spec)
+    if group > 1 and (of_group or refusals.is_left_to_xla(spec)):
         yield [Expanded.of(spec)], {}
         expanded = dict.fromkeys("HG", up(spec.H, 2))
         if 2 * expanded["H"] < padded["H"] + G:
@@ -99,13 +98,15 @@ def _counted(spec: LinearAttentionSpec) -> list[list[Step]]:
 
 
 def _may_go_on(spec: LinearAttentionSpec) -> bool:
-    """Whether more rows may come after the last ones. Segments of wide heads go on, but not where
-    queries and keys have segments of their own; and so does a decay per head there, which takes
-    from a state. Other heads take any number of rows of these, but few rows are not for them."""
+    """Whether more rows may come after the last ones. Segments of wide heads, and beside a decay
+    per channel, go on, but not where queries and keys have segments of their own; and so does a
+    decay per head in wide heads, which takes from a state. Other heads take any number of rows of
+    these, but few rows are not for them."""
     if spec.segments is None and spec.decay != "head":
         return True
     stateful = spec.decay == "head" and spec.return_state
-    return frame.by_runs(spec) and spec.segments != "cross" and not stateful
+    goes_on = spec.decay == "channel" or frame.by_runs(spec)
+    return goes_on and spec.segments != "cross" and not stateful
 
 
 def _rows(spec: LinearAttentionSpec) -> list[dict[str, int]]:
@@ -116,17 +117,24 @@ def _rows(spec: LinearAttentionSpec) -> list[dict[str, int]]:
     if spec.causal and spec.T != spec.S:
         return []
     multiple = 1 if refusals.takes_any_rows(spec) else frame.ROWS_OF_A_TILE
-    if spec.causal and spec.return_state and steps_of_rows.unsupported_lengths(spec, "forward"):
+    in_walks = spec.causal or spec.decay == "channel"
+    if in_walks and spec.return_state and steps_of_rows.unsupported_lengths(spec, "forward"):
         multiple = frame.C
-    found = {name: up(max(frame.C, getattr(spec, name)), multiple) for name in "TS"}
-    return [] if found == {"T": spec.T, "S": spec.S} else [found]
+    # The gradients of a decay per channel take more rows than a chunk has.
+    is_short = refusals.is_left_to_xla(spec) and spec.T <= frame.C
+    least = [frame.C, 2 * frame.C] if is_short else [frame.C]
+    given = {"T": spec.T, "S": spec.S}
+    found = [{name: up(max(rows, given[name]), multiple) for name in "TS"} for rows in least]
+    return [sizes for sizes in found if sizes != given]
 
 
 def _columns(spec: LinearAttentionSpec) -> list[dict[str, int]]:
     """The least D and V that tiles hold, if any do."""
     D, V, step = spec.D, spec.V, narrow.step_of(spec)
     columns = max(D, V)
-    if frame.by_two_walks(spec):
+    if channel_blocks.is_cut(spec):
+        D, V = (up(size, step) for size in (D, V))
+    elif frame.by_two_walks(spec):
         size = next((size for size in refusals.SIZES_BOTH_WAYS if size >= columns), None)
         D, V = (size or D, size or V)
     elif (

@@ -24,7 +24,8 @@ def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     if spec.decay == "channel":
         in_steps = spec.D % narrow.STEP == spec.V % narrow.STEP == 0
         most = max(narrow.TILES)
-        if in_steps and narrow.tile_of(spec):
+        both_ways = not spec.causal and max(spec.D, spec.V) <= most
+        if in_steps and (both_ways or narrow.tile_of(spec)):
             return None
         return f"D and V of multiples of {narrow.STEP}, up to {most}"
     if frame.by_two_walks(spec):
@@ -115,6 +116,16 @@ def unsupported_padding(spec: LinearAttentionSpec) -> str | None:
         f"needs D above {channel_blocks.COLUMNS} to be a multiple of {step} with a decay per "
         f"channel and a feature_map without a name, got {spec.D}"
     )
+
+
+def is_left_to_xla(spec: LinearAttentionSpec) -> bool:
+    """Whether of the other backends XLA alone takes a call with a decay per channel. On an H100 it
+    took 20 to 25 times as long as these kernels where both take a call (`channel_blocks.py`)."""
+    if spec.decay != "channel" or not spec.feature_map.elementwise:
+        return False
+    beside = not spec.causal or spec.segments or spec.q_lengths or spec.kv_lengths
+    most = channel_blocks.COLUMNS
+    return bool(beside) or spec.D * spec.V > most**2
 
 
 def unsupported_pairs(spec: LinearAttentionSpec) -> str | None:

@@ -72,9 +72,10 @@ def in_runs(spec: LinearAttentionSpec) -> bool:
 
 def heads_of_tile(spec: LinearAttentionSpec) -> int:
     """How many heads share a tile's columns: one of 128, or two of up to 64. Where every query
-    sees every key alike, in float32, and in runs of rows, no head shares a tile."""
+    sees every key alike or through a decay per channel, in float32, and in runs of rows, no head
+    shares a tile."""
     in_pairs = (spec.causal or spec.segments or spec.decay) and spec.dtype != "float32"
-    in_pairs = in_pairs and not in_runs(spec)
+    in_pairs = in_pairs and not in_runs(spec) and (spec.causal or spec.decay != "channel")
     return 2 if in_pairs and 2 * max(spec.D, spec.V) <= TILE_COLUMNS else 1
 
 

@@ -1,0 +1,107 @@
+"""Gates per step and channel where rows see both sides, by two walks of the causal kernels,
+forward and backward: interpreted beside float64."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_linear_channel as channel
+from test_linear_mosaic import OP, PLAIN, against_the_reference, draw, options_of
+from test_mosaic_channel_segments import never_steep
+
+from ato_jax.ops.linear_attention import fits, mosaic_gpu
+from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
+from ato_jax.ops.linear_attention.mosaic_gpu import fitted
+from tests import numerics
+from tests.choices import described
+from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+
+
+def call(T: int, D: int, V: int, gates: Any, options: dict[str, Any]) -> numerics.Oracle:
+    """`starts` of `options`: the rows at which segments begin."""
+    options = {"layout": "bthd"} | options
+    decay = channel.draw_gates(gates, 1, T, 1, D)
+    decay = decay if options["layout"] == "bthd" else jnp.swapaxes(decay, 1, 2)
+    q, k, v = draw(1, T, 1, 1, options["layout"], D=max(D, V))
+    q, k, v = q[..., :D], k[..., :D], v[..., :V]
+    if starts := options.pop("starts", ()):
+        ids = np.searchsorted(np.array(starts), np.arange(T), side="right")
+        options["segment_ids"] = jnp.asarray(ids[None], jnp.int32)
+    return numerics.oracle(OP, q, k, v, decay=decay, **options)
+
+
+@newest
+@pytest.mark.usefixtures("stored_twice")
+@pytest.mark.parametrize(
+    "T, D, V, options",
+    [
+        (136, 128, 128, {}),
+        (128, 64, 64, options_of(1, 1, "bhtd", True, 64)),
+        (72, 48, 80, PLAIN | {"feature_map": "identity"}),
+        (136, 96, 96, {"starts": (30, 31, 64, 100)}),
+    ],
+)
+def test_walks(
+    T: int, D: int, V: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state belongs to the walk from the start. Strong gates at a border are part of no walk."""
+    monkeypatch.setattr(by_channel, "turns_of", never_steep)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", call(T, D, V, "mild", options))
+
+
+@newest
+@pytest.mark.usefixtures("stored_twice")
+def test_steep_chunks() -> None:
+    """Their gradients are the next backend's, XLA's."""
+    against_the_reference("mosaic_gpu", "mosaic_gpu", call(72, 64, 64, "steep", {}))
+
+
+@newest
+@pytest.mark.usefixtures("stored_twice")
+def test_blocks_of_wide_heads() -> None:
+    """Two blocks of features, whose sums are added up with those of the walks."""
+    against_the_reference("mosaic_gpu", "mosaic_gpu", call(72, 144, 64, "mild", {}))
+
+
+@pytest.mark.parametrize(
+    "sizes, options, steps",
+    [
+        ({}, {}, ""),
+        ({"T": 70}, {}, "Padded"),
+        ({"T": 70}, {"return_state": True}, "Padded"),
+        ({"T": 70, "D": 36}, {"segments": True}, "Padded"),
+        ({"G": 1}, {"segments": True, "causal": True}, "Expanded"),
+        ({"G": 1, "T": 70, "D": 40}, {"lengths": True}, "Expanded Counted Padded"),
+        ({"T": 70}, {"lengths": True, "causal": True, "segments": True}, "Counted Padded"),
+    ],
+)
+def test_calls_that_are_made_to_fit(
+    sizes: dict[str, int], options: dict[str, Any], steps: str
+) -> None:
+    """Where XLA alone would take a call, copies of its arrays are made for the kernels."""
+    of = {"T": 72, "H": 2, "G": 2, "D": 64} | sizes
+    T, D, options = of["T"], of["D"], dict(options)
+    q, k = (jnp.ones((1, T, of[heads], D), jnp.bfloat16) for heads in "HG")
+    if options.pop("segments", False):
+        options["segment_ids"] = jnp.zeros((1, T), jnp.int32)
+    if options.pop("lengths", False):
+        options["kv_lengths"] = jnp.array([T])
+    decay = jnp.zeros(k.shape)
+    request, _ = numerics.prepare(OP, q, k, k, decay=decay, **options)
+    spec = dataclasses.replace(request.spec, B=2048)
+    fit = mosaic_gpu._fit(spec, "backward")
+    assert steps == ("" if fit is None else " ".join(type(step).__name__ for step in fit.steps))
+    assert mosaic_gpu.unsupported(spec, "backward") is None
+    assert mosaic_gpu.beats_later_backends(spec, described("H200"), True)
+
+
+def test_groups_that_triton_takes_are_not_written_out() -> None:
+    q, k = (jnp.ones((1, 72, heads, 128), jnp.bfloat16) for heads in (4, 2))
+    decay = jnp.zeros(k.shape)
+    request, _ = numerics.prepare(OP, q, k, k, decay=decay, causal=True)
+    steps = [step for fit in fitted.candidates(request.spec) for step in fit.steps]
+    assert not any(isinstance(step, fits.Expanded) for step in steps)
