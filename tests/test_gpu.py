@@ -1466,6 +1466,40 @@ def test_channel_gates_that_xla_alone_took(
     check("linear_attention", *qkv, **options)
 
 
+@pytest.mark.kernels("mosaic_channel_gates", "channel_gates")
+@pytest.mark.parametrize(
+    ("B", "T", "D", "layout", "strength", "options"),
+    [
+        (1, LONG, 128, "bthd", 0.1, {}),
+        (4, 4096, 64, "bhtd", 0.5, {"states": True}),
+        (2, 5000, 192, "bthd", 0.01, {"scale": 30.0}),
+        (2, 5001, 128, "bthd", 0.1, {"segments": 40, "scale": 0.01}),
+        (2, 3000, 96, "bthd", 3.0, {"causal": False}),
+        (2, 3000, 64, "bhtd", 0.1, {"feature_map": "identity", "normalize": False}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_channel_gates_in_float16_of_mosaic_gpu(
+    B: int, T: int, D: int, layout: str, strength: float, options: dict[str, Any]
+) -> None:
+    """Forward; the gradients are XLA's. Strong gates leave a row a turn of its own."""
+    needs_hopper()
+    options = {"causal": True, "layout": layout} | options
+    scale = options.pop("scale", 1.0)
+    qkv = arrays("float16", B=B, T=T, H=4, G=4, D=D, layout=layout, scale=scale)
+    gates = -np.abs(np.random.default_rng(4).standard_normal(qkv[1].shape, np.float32))
+    if options.pop("states", False):
+        options |= linear_options("states", B, T, D, G=4)
+    if segments := options.pop("segments", 0):
+        ids = np.sort(np.random.default_rng(5).integers(0, segments, (B, T)), axis=1)
+        options["segment_ids"] = jnp.asarray(ids)
+    options["decay"] = jnp.asarray(gates * strength)
+    wanted = numerics.oracle("linear_attention", *qkv, **options)
+    here = device.describe(jax.devices()[0])
+    found = numerics.run_backends("mosaic_gpu", "xla", wanted, device=here)
+    numerics.compare(found, wanted)
+
+
 @of_mosaic_gpu
 @pytest.mark.parametrize("causal, D", [*BY_SIZE, (True, 96)])
 def test_transforms_of_mosaic_gpu(causal: bool, D: int) -> None:

@@ -36,7 +36,7 @@ def call(
     return numerics.oracle(OP, q, k, v, causal=True, decay=decay, **options)
 
 
-def never_steep(least: jax.Array, _most_lost: float) -> jax.Array:
+def never_steep(least: jax.Array, *_: float) -> jax.Array:
     return jnp.ones(least.shape[:3], jnp.int32)
 
 

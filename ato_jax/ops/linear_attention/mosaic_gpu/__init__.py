@@ -15,16 +15,16 @@ float32; causal, or with segments, also D = V = 64, two heads side by side; also
 fill one of these tiles in part, and so does the smaller of D and V where segments are causal; with
 gates of channels those are multiples of 16 (`narrow.py`), and heads above 128 columns are cut into
 blocks (`channel_blocks.py`), as values alone are of causal heads with D up to 128
-(`value_blocks.py`). Kernels also take float16, but for gates of channels: sums and weights have
-units (`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers.py`), or are shares
-and means (`whole_units.py`). Up to 128 columns the kernels of wide heads take bidirectional calls
-with segments or a decay in float16, and with both in either dtype. Kernels of their own take
-float32 of up to 128 columns (`float32*.py`). phi is any elementwise map that Mosaic GPU lowers
-(`feature_maps.py`). Features of FAVOR+ in bfloat16 are arrays, and their number is D
-(`projected.py`); where every query sees every key, gradients are made without such arrays
-(`projected_whole.py`). Lengths are rows that do not count (`steps.py`), causal segments masks
-(`chunk_borders.py`). Other numbers of columns, heads and rows, and other lengths, are made to fit
-(`fitted.py`). All else is Triton's.
+(`value_blocks.py`). Kernels also take float16, but for the gradients of gates of channels: sums and
+weights have units (`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers.py`,
+`channel_powers.py`), or are shares and means (`whole_units.py`). Up to 128 columns the kernels of
+wide heads take bidirectional calls with segments or a decay in float16, and with both in either
+dtype. Kernels of their own take float32 of up to 128 columns (`float32*.py`). phi is any
+elementwise map that Mosaic GPU lowers (`feature_maps.py`). Features of FAVOR+ in bfloat16 are
+arrays, and their number is D (`projected.py`); where every query sees every key, gradients are made
+without such arrays (`projected_whole.py`). Lengths are rows that do not count (`steps.py`), causal
+segments masks (`chunk_borders.py`). Other numbers of columns, heads and rows, and other lengths,
+are made to fit (`fitted.py`). All else is Triton's.
 """
 
 from __future__ import annotations
@@ -183,6 +183,8 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
             return False
         columns = max(spec.D + spec.V, 2 * frame.F)
         return spec.B * spec.H * spec.T >= ENOUGH_ROWS * 2 * frame.F // columns
+    if spec.decay == "channel" and spec.dtype == "float16":
+        return False  # no card has timed these beside Triton's kernels
     if fit := _fit(spec, "backward" if backward_follows else "forward"):
         pays = fitted.pays(fit, backward_follows)
         return pays and beats_later_backends(fit.spec, device, backward_follows)

@@ -26,6 +26,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_backward,
     channel_blocks,
+    channel_powers,
     frame,
     narrow,
     powers,
@@ -147,20 +148,33 @@ def _keep_by_channel(
     assert gates is not None
     of_keys = dataclasses.replace(deal, heads=spec.G // frame.heads_of_tile(spec))
     borders = of_sequence(spec, deal, runs_of_keys(spec, inputs))
-    kv, k_sum, lost, least = channel_sums(spec, of_keys, k, v, gates, borders)
     start = None
     if inputs.initial_state is not None:
         start = jnp.swapaxes(inputs.initial_state.kv, 2, 3), inputs.initial_state.k_sum
+    powers_of = channel_powers.of_call(spec, inputs, start)
+    k_powers, most_turns = None, channel.MOST_TURNS
+    if powers_of is not None:
+        most_turns = channel.MOST_TURNS_IN_FLOAT16
+        k_powers = powers_of.of_keys(room=powers.room_for_decay(spec))
+    kv, k_sum, lost, least = channel_sums(spec, of_keys, k, v, gates, borders, k_powers)
+    if k_powers is not None:
+        factor = jnp.exp2(-k_powers)[..., None, None]
+        kv, k_sum = kv * factor[..., None], k_sum * factor
     keeps = jnp.exp2(lost)
     if borders.keeps is not None:
         keeps = keeps * borders.keeps[..., None]
     edges = join_pieces((kv, k_sum), start, keeps)
-    ahead = edges[0][:, :, : deal.pieces].astype(jnp.bfloat16), edges[1][:, :, : deal.pieces]
+    s, z = (x[:, :, : deal.pieces] for x in edges)
+    if powers_of is None:
+        ahead = s.astype(jnp.bfloat16), z
+    else:
+        ahead = powers_of.rounded(s), powers_of.of_sums(z)
     state = LinearState(jnp.swapaxes(edges[0][:, :, -1], 2, 3), edges[1][:, :, -1])
-    turns = channel.turns_of(least, most_lost_of_turn(spec))
+    turns = channel.turns_of(least, most_lost_of_turn(spec), most_turns)
     steep = _any_in_pieces(deal, turns > 1)
     of_chunks = gates, turns, steep
-    out, *kept = channel_output(spec, deal, q, k, v, *ahead, *of_chunks, features, borders)
+    arrays = q, k, v, *ahead, of_chunks
+    out, *kept = channel_output(spec, deal, *arrays, features, borders, powers_of)
     found = den = None
     if channel_blocks.adds_up(spec) and spec.normalize:
         den, *kept = kept

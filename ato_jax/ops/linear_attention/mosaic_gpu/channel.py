@@ -9,7 +9,8 @@ so that all pairs of a chunk are products of q^ and k~, as without gates, if sta
 the middle sees. A chunk is steep where one half of it loses more than `MOST_LOST`. It is then
 taken in 2, 4, .. turns: a turn is some rows of the chunk, with a middle of their own, and features
 of 0 in all other rows. There are as many turns as it takes until no half of a turn loses that much.
-With `MOST_TURNS`, which are pairs of rows, none can.
+With `MOST_TURNS`, which are pairs of rows, none can. In float16 (`channel_powers.py`) a half is
+steep from 2^8 on, so a row may need a turn of its own.
 
 Segments are masks (`chunk_borders.py`), of chunks and of turns alike (`channel_turns.py`). The
 gates of steps that begin a segment count as 0, so that a border makes no chunk steep.
@@ -47,6 +48,7 @@ F16 = jnp.float16
 NO_BORDERS = Borders()
 
 MOST_TURNS = C // 2
+MOST_TURNS_IN_FLOAT16 = C
 # Gates to base 2 are divided by it: then float16 holds them from -72 (`LEAST_DECAY`) up to -2e-7
 # as normal numbers.
 UNIT = 2.0**-8
@@ -74,9 +76,11 @@ class Turn(NamedTuple):
         return (row >= self.first) & (row < self.first + self.rows)
 
 
-def turn_of(number: Any, turns: Any) -> Turn:
+def turn_of(number: Any, turns: Any, in_float16: bool = False) -> Turn:
     rows = C // turns
-    return Turn(number * rows, rows, number * rows + rows // 2 - 1)
+    # Half of a single row, which float16 may need, has that row.
+    half = jnp.maximum(rows // 2, 1) if in_float16 else rows // 2
+    return Turn(number * rows, rows, number * rows + half - 1)
 
 
 WHOLE = Turn(0, C, C // 2 - 1)
@@ -191,10 +195,12 @@ def map_in_place(
         row = plgpu.broadcasted_iota(jnp.int32, found.shape, dimension=0, layout=mosaic.TILE)
         found = jnp.where(turn.has(row), found, 0.0)
         found = lax.optimization_barrier(found)
-    ref[...] = mosaic.rounded(found)
+    ref[...] = mosaic.rounded(found, ref.dtype)
 
 
-def turns_of(least: jax.Array, most_lost: float = MOST_LOST) -> jax.Array:
+def turns_of(
+    least: jax.Array, most_lost: float = MOST_LOST, most_turns: int = MOST_TURNS
+) -> jax.Array:
     """How many turns each chunk takes, [B, tiles, chunks].
 
     `least` [B, tiles, chunks, 2, C] is, for each half of a tile's columns, the least over these
@@ -203,5 +209,5 @@ def turns_of(least: jax.Array, most_lost: float = MOST_LOST) -> jax.Array:
     # Where halves are steep, as many turns as these are.
     instead = np.ones(C, np.int32)
     for n in _HALVES:
-        instead[n - 2 : 2 * n - 2] = n
+        instead[n - 2 : 2 * n - 2] = n if n < MOST_TURNS else most_turns
     return jnp.max(jnp.where(least < -most_lost, instead, 1), axis=(3, 4))

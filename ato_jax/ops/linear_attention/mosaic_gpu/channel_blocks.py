@@ -101,6 +101,18 @@ def has_first_values(spec: LinearAttentionSpec, head: Any) -> Any:
     return lax.rem(pair, spec.value_blocks) == 0
 
 
+def of_pairs(spec: LinearAttentionSpec, x: jax.Array, of_values: bool) -> jax.Array:
+    """An array [B, heads in memory, ..] of features, or of values, for each of the kernels' heads:
+    in memory a head's blocks lie side by side."""
+    if not isinstance(spec, Cut):
+        return x
+    rest, own = x.shape[2:], spec.value_blocks if of_values else spec.feature_blocks
+    x = jnp.moveaxis(x.reshape(x.shape[0], -1, own, *rest), 2, 1)  # [B, blocks, heads, ..]
+    x = jnp.expand_dims(x, 1 if of_values else 2)
+    shape = x.shape[0], spec.feature_blocks, spec.value_blocks, *x.shape[3:]
+    return jnp.broadcast_to(x, shape).reshape(x.shape[0], -1, *rest)
+
+
 def is_cut(spec: LinearAttentionSpec) -> bool:
     return spec.decay == "channel" and (max(spec.D, spec.V) > COLUMNS or not spec.causal)
 
@@ -290,6 +302,8 @@ def whole_output(
             den = jnp.swapaxes(den_of(spec, cut, den), 1, 2)[:, :, None, :, None]
             num = num / jnp.maximum(den, spec.eps)
         num = jnp.swapaxes(num, 2, 3)
+        if spec.dtype == "float16":
+            return whole_rows(spec, num.astype(spec.dtype), spec.V), None
         out = lax.reduce_precision(num, 8, 7)
         rest = whole_rows(spec, (num - out).astype(spec.dtype), spec.V)
         out = out.astype(spec.dtype)

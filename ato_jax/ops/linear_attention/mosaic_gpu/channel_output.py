@@ -26,7 +26,7 @@ masked (`channel_turns.py`), and S is multiplied anew behind w. A turn adds to S
 
 Where a tile holds two heads, "half" means one of them, and products are over its 64 columns. Where
 heads are cut into blocks (`channel_blocks.py`), the kernel leaves numerators and denominators in
-place of out.
+place of out. In float16 q^, k~, S and z are multiplied by powers of two (`channel_powers.py`).
 """
 
 from __future__ import annotations
@@ -61,13 +61,18 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     chunk_decay,
     frame,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_output_storage import (
+    GATES_STAGES,
+    STAGES,
+    V_STAGES,
+    storage,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_powers import Power, Powers
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_turns import Masks, each_step
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C, F
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C
 from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# Slots of q and k, of v, and of gates.
-STAGES, V_STAGES, GATES_STAGES = 2, 2, 1
 WARPGROUPS = 5
 MEMORY_REGISTERS = 32
 # Registers of values and features, by whether S and w are multiplied in two parts.
@@ -82,17 +87,17 @@ def channel_output(
     v: jax.Array,
     s: jax.Array,
     z: jax.Array,
-    gates: jax.Array,
-    turns: jax.Array,
-    steep: jax.Array,
+    of_chunks: tuple[jax.Array, jax.Array, jax.Array],
     keeps_features: bool,
     borders: OfSequence = NO_BORDERS,
+    powers: Powers | None = None,
 ) -> tuple[jax.Array, ...]:
     """out, from s and z as in `output`.
 
-    turns [B, tiles, chunks] says how many turns each chunk takes, and steep [B, tiles, P] whether
-    any chunk of a piece takes more than one. The number of tiles is G, or G / 2 where a tile holds
-    two heads.
+    of_chunks are the gates; turns [B, tiles, chunks], which says how many turns each chunk takes;
+    and steep [B, tiles, P], whether any chunk of a piece takes more than one. The number of tiles
+    is G, or G / 2 where a tile holds two heads. powers: in float16 (`channel_powers.py`), and S and
+    z are multiplied by them.
 
     If `keeps_features`, also returns q^, k~, and the sums of the gates over both halves of each
     chunk, to base 2, [B, H, chunks, 2, F]; they are written for pieces that are not steep. Where
@@ -106,36 +111,10 @@ def channel_output(
     adds_up = channel_blocks.adds_up(spec)
     leaves_den = adds_up and spec.normalize
     has_borders = borders.chunks is not None
-    in_two_parts = not spec.feature_map.nonnegative
+    # In float16 a rounding leaves 2e-4, and 6e-4 is allowed.
+    in_two_parts = not spec.feature_map.nonnegative and powers is None
     values_registers, features_registers = OWN_REGISTERS[in_two_parts]
-    scratch = dict(
-        q_s=tiling.tiles(STAGES),
-        k_s=tiling.tiles(STAGES),
-        v_s=tiling.shared(V_STAGES, 2, C, HALF),
-        gates_s=tiling.of_rows_in_float32(GATES_STAGES, 2, C, HALF),
-        rounded_s=channel.shared(spec, 2, C, HALF),
-        s_s=tiling.shared(2, HALF, spec.F),
-        out_s=tiling.of_rows_in_float32(2, C, HALF) if adds_up else tiling.shared(2, C, HALF),
-        z_s=plgpu.SMEM((2, HALF), F32),
-        onto_s=plgpu.SMEM((STAGES, F), F32),
-        den_s=plgpu.SMEM((V_STAGES, 2, C), F32),
-        z_rows_s=tiling.shared(2, ALIKE, HALF),
-        ones_s=tiling.shared(2, ALIKE, C),
-        halves_s=channel.shared(spec, 2, ALIKE, C),
-        since_middle_s=channel.shared(spec, C, C),
-        loaded=plgpu.Barrier(num_arrivals=2 * heads, num_barriers=STAGES),
-        v_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
-        gates_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
-        mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        den_known=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
-        free=plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
-        v_free=plgpu.Barrier(num_arrivals=2, num_barriers=V_STAGES),
-        gates_free=plgpu.Barrier(num_arrivals=2, num_barriers=GATES_STAGES),
-        start_loaded=plgpu.Barrier(num_arrivals=4),
-        weights_stored=plgpu.Barrier(num_arrivals=2),
-    )
-    if keeps_features:
-        scratch["both_s"] = plgpu.SMEM((2, 2, HALF), F32)
+    scratch = storage(spec, keeps_features, powers is not None)
 
     def body(
         q_ref: Any,
@@ -172,16 +151,28 @@ def channel_output(
         start_loaded: Any,
         weights_stored: Any,
         both_s: Any = None,
+        powers_s: Any = None,
     ) -> None:
         begins_ref, chunks_ref = refs[:2] if has_borders else (None, None)
-        out_ref, *kept = refs[2 * has_borders :]
+        refs = refs[2 * has_borders :]
+        (queries_ref, heads_ref), refs = (
+            ((None, None), refs) if powers is None else (refs[:2], refs[2:])
+        )
+        out_ref, *kept = refs
         den_ref: Any = kept.pop(0) if leaves_den else None
         feature_refs = kept[:2]
         both_ref: Any = kept[2] if keeps_features else None
 
         def each(item: Item, start: Callable[[bool], Any], do: Callable[..., Any]) -> Any:
             head = lax.div(item.head, group_size)
-            return each_step(steep_ref, turns_ref, item, head, start, do)
+            return each_step(steep_ref, turns_ref, item, head, start, do, powers is not None)
+
+        def power_of(item: Item, half: Any, name: int) -> Any:
+            """Of the head of keys that half a tile belongs to; 1 but in float16."""
+            if heads_ref is None:
+                return 1.0
+            head = tiling.head_of(lax.div(item.head, group_size), half)
+            return heads_ref[item.batch, head, name]
 
         def load_piece(item: Item) -> None:
             kv_head = lax.div(item.head, group_size)
@@ -220,6 +211,8 @@ def channel_output(
                 for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
                     head = channel_blocks.head_of_features(spec, ref, head)
                     tiling.copy_tile(ref, item, rows, head, own, slot, loaded)
+                if queries_ref is not None:
+                    tiling.copy_vector(queries_ref, item, rows, powers_s, slot, loaded)
                 mosaic.wait_until_free(v_free, step, V_STAGES)
                 own_head = channel_blocks.head_of_values(spec, v_ref, kv_head)
                 for half in range(2):
@@ -255,7 +248,7 @@ def channel_output(
                     plgpu.copy_smem_to_gmem(both_s.at[half, number], target)
 
             def store_ones(first: Any = None) -> None:
-                adds = mosaic.ones(C, ALIKE)
+                adds = mosaic.ones(C, ALIKE, tiling.dtype)
                 adds = adds if first is None else mosaic.rows_within(adds, first, None)
                 mosaic.store_transposed(ones, adds)
                 plgpu.commit_smem()
@@ -284,12 +277,18 @@ def channel_output(
                 onto = jnp.exp2((behind + first) * 0.5)
                 if spec.normalize:
                     totals = chunk_decay.times_squares(totals, onto)
-                    mosaic.store_transposed(z_rows, totals.astype(BF16))
+                    of_sums = totals * power_of(item, half, Power.SUMS)
+                    mosaic.store_transposed(z_rows, of_sums.astype(tiling.dtype))
                 plgpu.barrier_wait(loaded.at[slot])
+                of_q, of_k = since, -since
+                if powers is not None:
+                    own_powers = load(tiling.rows_in(powers_s, slot, half), OF_ROWS)
+                    of_q += mosaic.in_columns(own_powers, HALF)
+                    of_k += power_of(item, half, Power.LOG_KEYS)
                 onto_s.at[slot, columns][...] = onto
                 kept: Any = {"for_flows": keeps_features}
-                channel.map_in_place(spec, own_q, half, since, turn, **kept)
-                channel.map_in_place(spec, own_k, half, -since, turn, are_keys=True, **kept)
+                channel.map_in_place(spec, own_q, half, of_q, turn, **kept)
+                channel.map_in_place(spec, own_k, half, of_k, turn, are_keys=True, **kept)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
                 if keeps_features and turn is None:
@@ -305,7 +304,8 @@ def channel_output(
                         plgpu.commit_smem()  # all warps have multiplied by it
                     borders.when_some(store_ones)
                     plgpu.barrier_wait(v_loaded.at[v_slot])  # what was there has been read
-                    den_s.at[v_slot, half][...] = jnp.sum(den, axis=1) / ALIKE
+                    den = jnp.sum(den, axis=1) / ALIKE * power_of(item, half, Power.OVER_SUMS)
+                    den_s.at[v_slot, half][...] = den
                     plgpu.barrier_arrive(den_known.at[v_slot])
                 plgpu.barrier_arrive(free.at[slot])
                 return totals, second
@@ -313,11 +313,20 @@ def channel_output(
             none = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
             each(item, lambda _: (totals, none), map_step)
 
+        def eps_and_scale(item: Item, half: Any, slot: Any) -> tuple[Any, Any]:
+            """In float16 of each row: denominators and numerators have both powers of two."""
+            if powers is None:
+                return spec.eps, spec.scale
+            row = load(tiling.rows_in(powers_s, slot, half), OF_ROWS)
+            eps = jnp.exp2(row) * (spec.eps * power_of(item, half, Power.KEYS))
+            return eps, jnp.exp2(-row) * (spec.scale * power_of(item, half, Power.OVER_KEYS))
+
         def multiply_piece(item: Item) -> None:
             half = mosaic.group()
             own = () if heads == 1 else (pl.ds(half * HALF, HALF),)  # the columns of its head
             plgpu.barrier_wait(start_loaded)
             S = load(s_s.at[half]).astype(F32)  # [HALF, F]
+            S = S * power_of(item, half, Power.OVER_STATE)
 
             def multiply_step(
                 step: Any, chunk: Any, turn: channel.Turn | None, is_last: Any, carried: Any
@@ -339,7 +348,9 @@ def channel_output(
                     plgpu.commit_smem()
                     (of_rest,) = multiply((mosaic.zeros(C, HALF), [(q, s_s.at[half].T)]))
                     plgpu.commit_smem()  # all warps have multiplied by it
-                s_s.at[half][...] = S.astype(BF16)
+                of_state = power_of(item, half, Power.STATE)
+                s_s.at[half][...] = (S * of_state).astype(tiling.dtype)
+                eps, over = eps_and_scale(item, half, slot)
                 plgpu.barrier_wait(v_loaded.at[v_slot])
                 plgpu.commit_smem()
                 products = [
@@ -352,6 +363,7 @@ def channel_output(
                 else:
                     w, out, S = multiply(*products)
                     borders.unless_some(lambda: plgpu.barrier_arrive(free.at[slot]))
+                out = out * power_of(item, half, Power.OVER_STATE)
                 w, out = borders.either(
                     lambda: (jnp.where(borders.pairs_from(), w, 0.0), masks.reading(out)),
                     lambda: (w, out),
@@ -359,7 +371,7 @@ def channel_output(
                 w = jnp.where(channel_blocks.sees(spec, item), w, 0.0)
                 # Rounded in pairs: behind the choice each would be by itself.
                 w = lax.optimization_barrier(w)
-                parts = [mosaic.rounded(w)]
+                parts = [mosaic.rounded(w, tiling.dtype)]
                 if in_two_parts:
                     parts.append(mosaic.rounded(w - parts[0].astype(F32)))
                 (out,) = multiply((out, [(part, values) for part in parts]))
@@ -378,19 +390,17 @@ def channel_output(
                 elif has_borders:
                     S = borders.either(add_last_segment, lambda: S)
                     borders.when_some(lambda: plgpu.barrier_arrive(free.at[slot]))
-                factor: Any = spec.scale
-                of_row: Any = None
+                factor, of_row = over, None
                 if spec.normalize:
                     den = jnp.sum(w if in_two_parts else parts[0].astype(F32), axis=1)
                     plgpu.barrier_wait(den_known.at[v_slot])
                     for number in range(2) if heads == 1 else (half,):
                         den = den + load(den_s.at[v_slot, number], OF_ROWS)
-                    if leaves_den:
-                        factor, of_row = 1.0, den
-                    else:
-                        factor = mosaic.in_columns(1.0 / jnp.maximum(den, spec.eps), HALF)
+                    of_row = den * over
+                    factor = over if leaves_den else 1.0 / jnp.maximum(den, eps)
                 plgpu.commit_smem()  # all warps have multiplied by s_s, which the next step stores
                 plgpu.barrier_arrive(v_free.at[v_slot])
+                factor = mosaic.in_columns(factor, HALF) if jnp.ndim(factor) else factor
                 out = out * factor
                 made = (out, of_row) if leaves_den else (out,)
                 if turn is None:
@@ -439,7 +449,7 @@ def channel_output(
             @pl.when(mosaic.group() == FEATURES + half)
             def _features(half: int = half) -> None:
                 mosaic.set_registers(features_registers, WARPGROUPS)
-                mosaic.store_transposed(ones_s.at[half], mosaic.ones(C, ALIKE))
+                mosaic.store_transposed(ones_s.at[half], mosaic.ones(C, ALIKE, tiling.dtype))
                 channel.store_halves(halves_s.at[half])
                 if half == 0:
                     since_middle_s[...] = channel.since_middle()
@@ -456,7 +466,7 @@ def channel_output(
             deal.each(multiply_piece)
             plgpu.wait_smem_to_gmem(0)
 
-    dtype = F32 if adds_up else BF16
+    dtype = F32 if adds_up else tiling.dtype
     out_type = [jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), dtype)]
     if leaves_den:
         den = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
@@ -465,7 +475,7 @@ def channel_output(
         both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
         features = jax.ShapeDtypeStruct(q.shape, BF16)
         out_type += [features, features, jax.ShapeDtypeStruct(both, F32)]
-    arrays = q, k, v, s, z, gates, turns, steep, *borders.arrays("begins", "chunks")
+    arrays = q, k, v, s, z, *of_chunks, *borders.arrays("begins", "chunks"), *(powers or ())
     found = frame.launch(
         body,
         "channel_output",

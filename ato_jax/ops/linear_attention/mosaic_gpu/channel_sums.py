@@ -50,10 +50,12 @@ def channel_sums(
     v: jax.Array,
     gates: jax.Array,
     borders: OfSequence = NO_BORDERS,
+    k_powers: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums of each piece's gates to base 2, [B, G, P,
     F]; and `least`, from which `channel.turns_of` tells how steep each chunk is. All in float32.
-    With segments the sums are over the rows that `borders.adding` names."""
+    With segments the sums are over the rows that `borders.adding` names. k_powers [B, G]: log2 of
+    what keys are multiplied by, and so both sums (`channel_powers.py`)."""
     # An item each: there is room for the sums of one.
     tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
@@ -106,6 +108,7 @@ def channel_sums(
         weights_stored: Any,
     ) -> None:
         *border_refs, kv_ref, k_sum_ref, lost_ref, least_ref = refs
+        powers_ref = None if k_powers is None else border_refs.pop()
         begins_ref, chunks_ref, adding_ref = border_refs or (None, None, None)
 
         def summed(item: Item) -> Any:
@@ -178,6 +181,8 @@ def channel_sums(
                 keeps = jnp.exp2(total)
                 plgpu.barrier_wait(loaded.at[slot])
                 keeps_s.at[slot, columns][...] = jnp.max(keeps, axis=1)
+                if powers_ref is not None:
+                    until_end += powers_ref[item.batch, tiling.head_of(item.head, half)]
                 channel.map_in_place(spec, own, half, until_end, are_keys=True)
                 if adding_ref is not None:
                     chunk_borders.keep_within(adding_ref, item, chunk, own)
@@ -236,7 +241,7 @@ def channel_sums(
             @pl.when(mosaic.group() == frame.FEATURES + half)
             def _features(half: int = half) -> None:
                 mosaic.set_registers(FEATURES_REGISTERS, WARPGROUPS)
-                mosaic.store_transposed(ones_s.at[half], mosaic.ones(C, ALIKE))
+                mosaic.store_transposed(ones_s.at[half], mosaic.ones(C, ALIKE, tiling.dtype))
                 channel.store_all(all_s.at[half])
                 if half:
                     halves_s[...] = channel.of_halves()
@@ -262,7 +267,9 @@ def channel_sums(
         jax.ShapeDtypeStruct((*of_pieces, spec.F), F32),
         jax.ShapeDtypeStruct((deal.B, deal.heads, chunks, 2, C), F32),
     )
-    arrays = k, v, gates, *borders.arrays("begins", "chunks", "adding")
+    arrays = [k, v, gates, *borders.arrays("begins", "chunks", "adding")]
+    if k_powers is not None:
+        arrays.append(k_powers)
     return frame.launch(
         body,
         "channel_sums",

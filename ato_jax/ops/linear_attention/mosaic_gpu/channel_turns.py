@@ -25,6 +25,7 @@ def each_step(
     head: Any,
     start: Callable[[bool], Any],
     do: Callable[[Any, Any, channel.Turn | None, Any, Any], Any],
+    in_float16: bool = False,
 ) -> Any:
     """Runs `do(step, chunk, turn, is_last, carried)` for each step of an item; returns how many
     steps there were.
@@ -47,7 +48,7 @@ def each_step(
             turns = turns_ref[item.batch, head, lax.div(item.first_row, C) + chunk]
 
             def one(number: Any, inner: Any) -> Any:
-                turn = channel.turn_of(number, turns)
+                turn = channel.turn_of(number, turns, in_float16)
                 return do(before + number, chunk, turn, number == turns - 1, inner)
 
             return before + turns, lax.fori_loop(0, turns, one, inner)

@@ -55,8 +55,9 @@ def unsupported_in_float16(spec: LinearAttentionSpec, phase: str) -> str | None:
     name, by_runs = spec.feature_map.name, frame.by_runs(spec)
     if frame.by_two_walks(spec):
         return "with a decay and without causal=True"
-    if spec.decay == "channel":
-        return "with a decay per channel"
+    if spec.decay == "channel" and phase == "backward":
+        return "for the gradients of a decay per channel"
+    by_runs |= spec.decay == "channel"
     if phase == "backward" and splits_states(spec) and not by_runs:
         # Their states in two parts have no units.
         return (

@@ -88,6 +88,8 @@ def most_lost(spec: LinearAttentionSpec) -> float:
 
 def most_lost_of_turn(spec: LinearAttentionSpec) -> float:
     """How much half of a turn may lose, with a decay per step and channel (`channel_turns.py`)."""
+    if spec.dtype == "float16":
+        return MOST_LOST_IN_FLOAT16
     is_bounded = spec.feature_map.name in ("elu1", "relu", "relu2", "softplus")
     return MOST_LOST_OF_TURN if is_bounded else MOST_LOST_OF_TURN_ANY_MAP
 
