@@ -78,9 +78,9 @@ class Turn(NamedTuple):
 
 def turn_of(number: Any, turns: Any, in_float16: bool = False) -> Turn:
     rows = C // turns
-    # Half of a single row, which float16 may need, has that row.
-    half = jnp.maximum(rows // 2, 1) if in_float16 else rows // 2
-    return Turn(number * rows, rows, number * rows + half - 1)
+    if in_float16:  # which may need turns of a single row
+        return Turn(number * rows, rows, number * rows + jnp.maximum(rows // 2, 1) - 1)
+    return Turn(number * rows, rows, number * rows + rows // 2 - 1)
 
 
 WHOLE = Turn(0, C, C // 2 - 1)

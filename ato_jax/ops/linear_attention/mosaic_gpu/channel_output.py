@@ -168,11 +168,12 @@ def channel_output(
             return each_step(steep_ref, turns_ref, item, head, start, do, powers is not None)
 
         def power_of(item: Item, half: Any, name: int) -> Any:
-            """Of the head of keys that half a tile belongs to; 1 but in float16."""
-            if heads_ref is None:
-                return 1.0
+            """Of the head of keys that half a tile belongs to."""
             head = tiling.head_of(lax.div(item.head, group_size), half)
             return heads_ref[item.batch, head, name]
+
+        def times(x: jax.Array, item: Item, half: Any, name: int) -> jax.Array:
+            return x if powers is None else x * power_of(item, half, name)
 
         def load_piece(item: Item) -> None:
             kv_head = lax.div(item.head, group_size)
@@ -277,17 +278,19 @@ def channel_output(
                 onto = jnp.exp2((behind + first) * 0.5)
                 if spec.normalize:
                     totals = chunk_decay.times_squares(totals, onto)
-                    of_sums = totals * power_of(item, half, Power.SUMS)
+                    of_sums = times(totals, item, half, Power.SUMS)
                     mosaic.store_transposed(z_rows, of_sums.astype(tiling.dtype))
                 plgpu.barrier_wait(loaded.at[slot])
-                of_q, of_k = since, -since
+                of_q: Any = since
                 if powers is not None:
                     own_powers = load(tiling.rows_in(powers_s, slot, half), OF_ROWS)
                     of_q += mosaic.in_columns(own_powers, HALF)
-                    of_k += power_of(item, half, Power.LOG_KEYS)
                 onto_s.at[slot, columns][...] = onto
                 kept: Any = {"for_flows": keeps_features}
                 channel.map_in_place(spec, own_q, half, of_q, turn, **kept)
+                of_k: Any = -since
+                if powers is not None:
+                    of_k += power_of(item, half, Power.LOG_KEYS)
                 channel.map_in_place(spec, own_k, half, of_k, turn, are_keys=True, **kept)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(mapped.at[slot])
@@ -304,7 +307,7 @@ def channel_output(
                         plgpu.commit_smem()  # all warps have multiplied by it
                     borders.when_some(store_ones)
                     plgpu.barrier_wait(v_loaded.at[v_slot])  # what was there has been read
-                    den = jnp.sum(den, axis=1) / ALIKE * power_of(item, half, Power.OVER_SUMS)
+                    den = times(jnp.sum(den, axis=1) / ALIKE, item, half, Power.OVER_SUMS)
                     den_s.at[v_slot, half][...] = den
                     plgpu.barrier_arrive(den_known.at[v_slot])
                 plgpu.barrier_arrive(free.at[slot])
@@ -326,7 +329,7 @@ def channel_output(
             own = () if heads == 1 else (pl.ds(half * HALF, HALF),)  # the columns of its head
             plgpu.barrier_wait(start_loaded)
             S = load(s_s.at[half]).astype(F32)  # [HALF, F]
-            S = S * power_of(item, half, Power.OVER_STATE)
+            S = times(S, item, half, Power.OVER_STATE)
 
             def multiply_step(
                 step: Any, chunk: Any, turn: channel.Turn | None, is_last: Any, carried: Any
@@ -348,8 +351,7 @@ def channel_output(
                     plgpu.commit_smem()
                     (of_rest,) = multiply((mosaic.zeros(C, HALF), [(q, s_s.at[half].T)]))
                     plgpu.commit_smem()  # all warps have multiplied by it
-                of_state = power_of(item, half, Power.STATE)
-                s_s.at[half][...] = (S * of_state).astype(tiling.dtype)
+                s_s.at[half][...] = times(S, item, half, Power.STATE).astype(tiling.dtype)
                 eps, over = eps_and_scale(item, half, slot)
                 plgpu.barrier_wait(v_loaded.at[v_slot])
                 plgpu.commit_smem()
@@ -363,7 +365,7 @@ def channel_output(
                 else:
                     w, out, S = multiply(*products)
                     borders.unless_some(lambda: plgpu.barrier_arrive(free.at[slot]))
-                out = out * power_of(item, half, Power.OVER_STATE)
+                out = times(out, item, half, Power.OVER_STATE)
                 w, out = borders.either(
                     lambda: (jnp.where(borders.pairs_from(), w, 0.0), masks.reading(out)),
                     lambda: (w, out),
@@ -396,11 +398,11 @@ def channel_output(
                     plgpu.barrier_wait(den_known.at[v_slot])
                     for number in range(2) if heads == 1 else (half,):
                         den = den + load(den_s.at[v_slot, number], OF_ROWS)
-                    of_row = den * over
+                    of_row = den if powers is None else den * over
                     factor = over if leaves_den else 1.0 / jnp.maximum(den, eps)
+                factor = mosaic.in_columns(factor, HALF) if jnp.ndim(factor) else factor
                 plgpu.commit_smem()  # all warps have multiplied by s_s, which the next step stores
                 plgpu.barrier_arrive(v_free.at[v_slot])
-                factor = mosaic.in_columns(factor, HALF) if jnp.ndim(factor) else factor
                 out = out * factor
                 made = (out, of_row) if leaves_den else (out,)
                 if turn is None:
