@@ -139,7 +139,10 @@ def gradients(
     of_keys, dv, crossing = channel_key_gradient(
         spec, deal, q, k, v, g, inverse, e, r, u, factors.of_queries, kv, k_sum, borders
     )
+    dk_dtype = None
     if isinstance(spec, channel_blocks.Cut):
+        # The sums over both walks are rounded once.
+        dk_dtype = jnp.float32 if spec.both_ways else None
         dq, of_queries, of_keys = (
             channel_blocks.summed(spec, x, 3, x.dtype) for x in (dq, of_queries, of_keys)
         )
@@ -147,5 +150,6 @@ def gradients(
         crossing = channel_blocks.summed(spec, jnp.swapaxes(crossing, 1, 2), 3, crossing.dtype)
         crossing = jnp.swapaxes(crossing, 1, 2)
         spec = dataclasses.replace(spec, H=dq.shape[2])
-    dk, d_decay = of_flows(spec, inputs.k, of_queries, of_keys, crossing, runs)
+    arrays = inputs.k, of_queries, of_keys, crossing, runs
+    dk, d_decay = of_flows(spec, *arrays, dtype=dk_dtype)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)

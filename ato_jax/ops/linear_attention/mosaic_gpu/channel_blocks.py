@@ -235,7 +235,7 @@ def whole_gradients(spec: LinearAttentionSpec, cut: Cut, found: Inputs) -> Input
         state = whole_state(spec, cut, state, is_gradient=True)
     q, k, v, decay = found.q, found.k, found.v, found.decay
     if cut.both_ways:
-        q, k, v = (channel_both_ways.added_up(x).astype(x.dtype) for x in (q, k, v))
+        q, k, v = (channel_both_ways.added_up(x).astype(spec.dtype) for x in (q, k, v))
         decay = channel_both_ways.gradient_of_decay(decay)
     return found._replace(
         q=whole_rows(spec, q, spec.D),

@@ -38,13 +38,16 @@ def of_flows(
     of_keys: jax.Array,
     crossing: jax.Array,
     runs: jax.Array | None = None,
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and the decays' gradient, from both flows, arrays like k in float32, and E
-    [B, H, runs, D], whose D may be a tile's, which is larger than k's. `runs`: the number of each
-    row's segment, [B, T] int32, which never falls."""
+    """dk, in `dtype` or that of k, and the decays' gradient, from both flows, arrays like k in
+    float32, and E [B, H, runs, D], whose D may be a tile's, which is larger than k's. `runs`: the
+    number of each row's segment, [B, T] int32, which never falls."""
+    dtype = k.dtype if dtype is None else dtype
     # Pallas need not lower a map that is traced to Triton.
     if launch.no_triton is not None or spec.feature_map.name == "custom":
-        return _of_flows_by_xla(spec, k, of_queries, of_keys, crossing, runs)
+        dk, d_gates = _of_flows_by_xla(spec, k, of_queries, of_keys, crossing, runs)
+        return dk.astype(dtype), d_gates
     width = k.shape[-1]
     slices = pl.cdiv(width, COLUMNS)
 
@@ -110,7 +113,7 @@ def of_flows(
         in_specs=[rows, rows, rows, of_run, *[of_batch] * (runs is not None)],
         out_specs=[rows, rows],
         out_shape=[
-            jax.ShapeDtypeStruct(k.shape, k.dtype),
+            jax.ShapeDtypeStruct(k.shape, dtype),
             jax.ShapeDtypeStruct(k.shape, jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
@@ -162,4 +165,4 @@ def _of_flows_by_xla(
         d_gates += jnp.where(is_crossed, crossing[:, :, :, None], 0.0)
     d_gates = d_gates.reshape(spec.B, spec.H, -1, width)[:, :, : spec.T]
     d_gates = d_gates if spec.layout == "bhtd" else jnp.swapaxes(d_gates, 1, 2)
-    return dk.astype(k.dtype), d_gates
+    return dk, d_gates
