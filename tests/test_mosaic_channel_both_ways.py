@@ -20,7 +20,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import fitted
 from tests import numerics
 from tests.choices import described
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 
 def call(T: int, D: int, V: int, gates: Any, options: dict[str, Any]) -> numerics.Oracle:
@@ -37,7 +37,6 @@ def call(T: int, D: int, V: int, gates: Any, options: dict[str, Any]) -> numeric
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "T, D, V, options",
     [
@@ -56,21 +55,18 @@ def test_walks(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 def test_steep_chunks() -> None:
     """Their gradients are the next backend's, XLA's."""
     against_the_reference("mosaic_gpu", "mosaic_gpu", call(72, 64, 64, "steep", {}))
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 def test_blocks_of_wide_heads() -> None:
     """Two blocks of features, whose sums are added up with those of the walks."""
     against_the_reference("mosaic_gpu", "mosaic_gpu", call(72, 144, 64, "mild", {}))
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 def test_under_vmap() -> None:
     """Each entry of the larger batch becomes two, side by side."""
     arrays = (*draw(2, 72, 1, 1, D=64), channel.draw_gates("mild", 2, 72, 1, 64))

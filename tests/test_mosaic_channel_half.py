@@ -17,7 +17,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import channel_powers
 from tests import numerics
 from tests.choices import described
-from tests.interpreted import newest, no_races, stored_twice  # noqa: F401
+from tests.interpreted import newest, no_races  # noqa: F401
 
 
 def call(
@@ -36,7 +36,6 @@ def call(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 @pytest.mark.parametrize(
     "T, H, D, V, gates, scale, options",
     [
@@ -55,7 +54,6 @@ def test_outputs(
 
 
 @newest
-@pytest.mark.usefixtures("stored_twice")
 def test_rows_of_their_own() -> None:
     """Where a step loses more than float16's range, a turn has one row."""
     against_the_reference("mosaic_gpu", "xla", call(72, 2, 32, 32, "steep", {}))
