@@ -1,4 +1,6 @@
 """Which calls products of plain JAX (`xla/products`) take, since kernels are slow at their states.
+Beside a decay per step and channel these are states of any size, which no other form of plain JAX
+multiplies for all chunks at once.
 
 That backend refuses all other calls, and the Triton kernels, which stand before it in the order of
 backends, yield those that products are faster at. No backend imports another, so the rules are
@@ -28,22 +30,13 @@ LEAST_ROWS_OF_HEADS = 2**12
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     """Why `xla/products` does not take the call; None where it does."""
-    gated = bool(spec.decay or spec.segments)
     dtype = spec.precision if spec.precision == "tf32" else spec.dtype
-    held = LARGEST_HELD[dtype][gated]
-    if max(spec.F, spec.V) <= held:
-        beside = " with a decay or segments" * gated
-        return f"takes D or V above {held} in {dtype}{beside}, got D={spec.D}, V={spec.V}"
-    one_state = not (spec.causal or gated)
-    if dtype == "float32" and (one_state or max(spec.F, spec.V) > MOST_EXACT):
-        return (
-            "takes exact float32 that is causal or has a decay or segments, up to D and V of "
-            f"{MOST_EXACT}, got D={spec.D}, V={spec.V}"
-        )
+    if spec.decay == "channel":
+        dtype = "tf32" if dtype == "bfloat16" else dtype  # as it is multiplied
+    elif reason := _wrong_size(spec, dtype):
+        return reason
     if not spec.feature_map.elementwise or spec.feature_map.parameters:
         return f"feature map {spec.feature_map.name!r} is not elementwise or closes over arrays"
-    if spec.decay == "channel":
-        return "does not support a decay per step and channel"
     if spec.segments == "cross":
         return "does not support segments of queries and keys that differ"
     if spec.causal and (spec.T != spec.S or spec.offset != 0):
@@ -60,6 +53,22 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
     return None
 
 
+def _wrong_size(spec: LinearAttentionSpec, dtype: str) -> str | None:
+    """Why the call's states are left to kernels or to `xla`."""
+    gated = bool(spec.decay or spec.segments)
+    held = LARGEST_HELD[dtype][gated]
+    if max(spec.F, spec.V) <= held:
+        beside = " with a decay or segments" * gated
+        return f"takes D or V above {held} in {dtype}{beside}, got D={spec.D}, V={spec.V}"
+    one_state = not (spec.causal or gated)
+    if dtype == "float32" and (one_state or max(spec.F, spec.V) > MOST_EXACT):
+        return (
+            "takes exact float32 that is causal or has a decay or segments, up to D and V of "
+            f"{MOST_EXACT}, got D={spec.D}, V={spec.V}"
+        )
+    return None
+
+
 def beats_kernels(spec: LinearAttentionSpec, backward_follows: bool) -> bool:
     """Whether products are faster than Triton's kernels, where both take the call.
 
@@ -67,6 +76,8 @@ def beats_kernels(spec: LinearAttentionSpec, backward_follows: bool) -> bool:
     columns and 16,384 rows products win with gradients of a causal decay in exact float32 (12.5 ms,
     by Triton's kernels 17.9), and lose in TF32 (12.1 and 8.6) and without a causal mask.
     """
+    if spec.decay == "channel":
+        return False  # no card has timed these
     if spec.dtype == "bfloat16" or unsupported(spec, "forward") is not None:
         # In bfloat16 products take only states that those kernels do not hold: D192, causal with a
         # decay per step and gradients, took 10.1 ms, by Triton's kernels 3.8.

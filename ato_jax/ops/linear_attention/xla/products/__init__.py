@@ -1,4 +1,4 @@
-"""Linear attention by large products, for states that kernels hold badly or not at all, by
+"""Linear attention by large products, for calls that kernels serve badly or not at all, by
 `large_states.py`: in bfloat16 D or V above 256, in the other dtypes also smaller ones.
 
 The products are einsums of bfloat16, TF32 or float32 operands, which XLA hands to the card's
@@ -6,7 +6,8 @@ library or compiles itself. Between them are elementwise passes, which XLA fuses
 product over all rows and heads takes as long as the bytes of its operands, so what counts is how
 few passes there are. `whole.py` is for calls where every query sees every key. `walk.py` is for
 causal ones and for those with a decay or segments, which `gates.py` describes; `chunks.py` cuts
-their rows into chunks. Both say their gradients: those that JAX would derive multiply float32
+their rows into chunks. `channel_walk.py`, with `channels.py`, is for a decay per step and channel,
+with states of any size. All say their gradients: those that JAX would derive multiply float32
 arrays.
 
 Its name is "xla.products". `implementation="xla"` does not take it: that name stands for every
@@ -28,7 +29,7 @@ from ato_jax.device import Device
 from ato_jax.ops.linear_attention import fits
 from ato_jax.ops.linear_attention.large_states import unsupported as unsupported
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Outputs, Residuals
-from ato_jax.ops.linear_attention.xla.products import walk, whole
+from ato_jax.ops.linear_attention.xla.products import channel_walk, walk, whole
 
 # Rows of a chunk: the larger of F and V, so that a row has about as many pairs as its part of the
 # chunk's state. 512 steps of the strongest decay are what float32 adds exactly in the parts that
@@ -38,6 +39,9 @@ ALIGNED = 8  # columns
 # The most chunks of a segment: their states are added up one after another, which the program says
 # for each of them.
 MOST_CHUNKS = 32
+# With a decay per step and channel: powers of two, where a chunk of more than 64 rows takes more
+# passes over q and k, and fewer over states. The states of chunks are added up in groups.
+MOST_GATED_CHUNK, MOST_GATED_CHUNKS = 256, 64
 # The most elements of an array of a segment, on which all passes are done before the next one. Up
 # to twenty such arrays exist at a time, so more takes memory, and fewer takes more launches.
 SEGMENT_SIZE = 1 << 23
@@ -60,10 +64,14 @@ class Config:
 
 def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     columns = fits.up(max(spec.F, spec.V), LEAST_CHUNK)
-    chunk = min(columns, MOST_CHUNK)
+    chunk, most = min(columns, MOST_CHUNK), MOST_CHUNKS
+    if spec.decay == "channel":
+        chunk, most = MOST_GATED_CHUNK, MOST_GATED_CHUNKS
+        while chunk > LEAST_CHUNK and 3 * chunk > 2 * max(spec.F, spec.V):
+            chunk //= 2
     fit = max(1, SEGMENT_SIZE // (spec.H * chunk * columns))
     # All rows of few entries rather than some of many: a single segment takes fewer passes.
-    chunks = min(fit, -(-spec.T // chunk), MOST_CHUNKS)
+    chunks = min(fit, -(-spec.T // chunk), most)
     parts = max(1, -(-spec.B // (fit // chunks)))
     return Config(chunk, chunks, max(1, -(-spec.B // parts)))
 
@@ -113,6 +121,10 @@ def _fit(spec: LinearAttentionSpec) -> fits.Fit | None:
     return fit if fit.spec != spec and fits.fills(fit) else None
 
 
+def _walk(spec: LinearAttentionSpec) -> Any:
+    return channel_walk if spec.decay == "channel" else walk
+
+
 def _in_chunks(spec: LinearAttentionSpec) -> bool:
     return bool(spec.causal or spec.decay or spec.segments)
 
@@ -125,7 +137,7 @@ def forward(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Output
         return whole.forward(spec, inputs)
 
     def run(spec: LinearAttentionSpec, inputs: Inputs) -> Outputs:
-        return walk.forward(spec, config.chunk, config.chunks, inputs)
+        return _walk(spec).forward(spec, config.chunk, config.chunks, inputs)
 
     found: Outputs = _in_batches(spec, config, run, inputs)
     return found
@@ -146,7 +158,7 @@ def backward(
         return whole.backward(spec, residuals, cotangents)
 
     def run(spec: LinearAttentionSpec, inputs: Inputs, cotangents: Outputs) -> Inputs:
-        return walk.backward(spec, config.chunk, config.chunks, inputs, cotangents)
+        return _walk(spec).backward(spec, config.chunk, config.chunks, inputs, cotangents)
 
     found: Inputs = _in_batches(spec, config, run, residuals.inputs, cotangents)
     return found
