@@ -135,8 +135,10 @@ def test_the_form_follows_the_decays() -> None:
     steps = jnp.full((1, 1, 2, 128, 3), -0.5)
     found = [steps * by for by in (1, 10)]
     found += [steps.at[0, 0, 1, 70, 2].set(-56.0), steps.at[0, 0, 1, 40:50, 1].set(-5.0)]
-    sizes = [channels.forms(128)[int(channels.form(one))] for one in found]
+    sizes = [channels.forms(128)[int(channels.form(one, 1.0))] for one in found]
     assert sizes == [64, 16, 1, 16]
+    # Large features leave less of the range of float32.
+    assert [int(channels.form(steps, largest)) for largest in (1e9, 1e30, np.inf)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("strength", "normalize"), [(2.0, True), (25.0, True), (25.0, False)])
@@ -243,6 +245,18 @@ def test_chosen_on_a_card_where_no_kernel_takes_the_call() -> None:
     assert backends(D=64, dtype="float32") == ["xla.products"] * 3
     assert backends(D=64, dtype="float32", causal=True) == ["triton"] * 3
     assert backends(D=320, dtype="float32", causal=True, T=32, B=64) == ["xla"] * 3
+
+
+def test_large_features_beside_strong_decays() -> None:
+    """Their product with a factor of a whole chunk would be beyond float32."""
+    q, k, v = draw()
+    options = {"causal": True, "decay": decays("mild"), "feature_map": "exp", "eps": 1e-30}
+    arrays = q * 0.1, k * 0.1 + 80, v
+    wanted = numerics.oracle("linear_attention", *arrays, **options)
+    result = numerics.run(
+        "linear_attention", "xla.products", *arrays, cotangents=wanted.cotangents, **options
+    )
+    numerics.compare(result, wanted)
 
 
 def test_strict_programs() -> None:

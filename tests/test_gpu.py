@@ -2026,6 +2026,29 @@ def test_products_with_decays_and_segments(
 
 
 @of_linear_attention
+@pytest.mark.parametrize("least", [-1.0, -6.0, -50.0])
+@pytest.mark.parametrize(
+    ("dtype", "D", "precision", "causal"),
+    [
+        ("float32", 160, "highest", True),
+        ("float32", 99, "tf32", True),
+        ("float16", 272, None, False),
+        ("bfloat16", 48, None, False),
+    ],
+)
+def test_products_with_a_decay_per_channel(
+    dtype: str, D: int, precision: str | None, causal: bool, least: float
+) -> None:
+    """Each form of the pairs: whole chunks, blocks of 16 rows, and levels down to single rows."""
+    B, T, G = 2, 1100, 2
+    decay = linear_options("channel", B, T, D, G)["decay"]
+    decay = jnp.maximum(jnp.where(decay < -49, decay, decay * 20), least)
+    options = {"decay": decay, "causal": causal, "precision": precision}
+    qkv = arrays(dtype, B=B, T=T, H=4, G=G, D=D, V=147)
+    check("linear_attention", *qkv, **options, implementation="xla.products")
+
+
+@of_linear_attention
 @pytest.mark.parametrize("decay", [None, "head", "step", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_steps_equal_the_causal_pass(dtype: str, decay: str | None) -> None:

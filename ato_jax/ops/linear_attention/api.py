@@ -395,7 +395,7 @@ def linear_attention(
         causal or without them), "triton", "xla.products"
         (D or V above 256 in bfloat16; in float16 and TF32 above 128, or above 64 with segments or a
         decay per head or step; in exact float32 up to 256, causal above 128, or above 32 with
-        segments or such a decay), "xla" and "reference".
+        segments or such a decay; any beside a decay per step and channel), "xla" and "reference".
 
     Returns:
       out [B, T, H, V] in v's dtype, or `out_dtype`; with `return_state` the pair (out, state). A

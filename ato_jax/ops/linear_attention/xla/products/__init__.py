@@ -6,9 +6,9 @@ library or compiles itself. Between them are elementwise passes, which XLA fuses
 product over all rows and heads takes as long as the bytes of its operands, so what counts is how
 few passes there are. `whole.py` is for calls where every query sees every key. `walk.py` is for
 causal ones and for those with a decay or segments, which `gates.py` describes; `chunks.py` cuts
-their rows into chunks. `channel_walk.py`, with `channels.py`, is for a decay per step and channel,
-with states of any size. All say their gradients: those that JAX would derive multiply float32
-arrays.
+their rows into chunks. `channel_walk.py`, with `channel_states.py` and `channels.py`, is for a
+decay per step and channel, with states of any size. All say their gradients: those that JAX would
+derive multiply float32 arrays.
 
 Its name is "xla.products". `implementation="xla"` does not take it: that name stands for every
 derivative, and a derivative of its own has no forward mode.

@@ -13,8 +13,9 @@ middle row m:
 Other pairs are separated by an edge p between two halves of h = size, 2 size, .. rows, where the
 factors are exp(c_i - c_p) and exp(c_p - c_j), neither of which is above 1. So each level of halves
 multiplies half of the rows of q and half of those of k. With `size` 1 nothing is above 1, and with
-`size` = C there is one product. f stays within 2^-80 to 2^80 where no half of a block loses more
-(`form`); products of pairs that no query sees may overflow, and are replaced by 0.
+`size` = C there is one product. f stays within 2^-70 to 2^70 where no half of a block loses more
+(`form`), which leaves the features as much again. Products of pairs that no query sees may
+overflow; they are replaced by 0.
 
 The sums c have two parts (`in_parts` of `xla/chunk.py`), of which float32 adds the first exactly:
 their differences keep the small decays behind a strong one.
@@ -36,19 +37,23 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ato_jax.ops.linear_attention.decay import MOST_LOST_OF_TURN
+from ato_jax.ops.linear_attention.decay import MOST_LOST_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 from ato_jax.ops.linear_attention.xla.chunk import in_parts
 from ato_jax.ops.linear_attention.xla.products import rows
 
-# Rows of a block, from the fastest form to the one that takes every decay. With 16 rows a channel
-# may lose exp(-6.9) at each step.
+# Rows of a block, from the fastest form to the one that takes every decay: with 64 rows a channel
+# may lose a factor of e^1.5 at each step, with 16 rows e^6.
 BLOCKS = (64, 16, 1)
+# The largest factor of a product, f times a feature, as an exponent of 2: float32 ends at 2^128.
+LARGEST_FACTOR = 120.0
 LN_2 = 0.6931471805599453
-# XLA makes one fusion of a running sum over so many rows, and several of a longer one.
-LONGEST_SUM = 32
-SHORT_SUM = 16
+# A running sum is a sum over windows, as long as the sum is. Longer sums are those of parts and of
+# their totals.
+LONGEST_WINDOW = 16
+PART = 8
 
 
 class Parts(NamedTuple):
@@ -86,9 +91,15 @@ def before_row(x: jax.Array) -> jax.Array:
 
 def _running(x: jax.Array, reverse: bool) -> jax.Array:
     count = x.shape[-2]
-    if count <= LONGEST_SUM:
-        return jax.lax.cumsum(x, axis=x.ndim - 2, reverse=reverse)
-    parts = x.reshape(*x.shape[:-2], count // SHORT_SUM, SHORT_SUM, x.shape[-1])
+    if count <= LONGEST_WINDOW or count % PART:
+        # `cumsum` may be a scan on a GPU, which no pass is fused with.
+        window = [1] * (x.ndim - 2) + [count, 1]
+        padding = [(0, 0)] * (x.ndim - 2) + [(0, count - 1) if reverse else (count - 1, 0), (0, 0)]
+        found: jax.Array = jax.lax.reduce_window(
+            x, np.zeros((), x.dtype), jax.lax.add, window, [1] * x.ndim, padding
+        )
+        return found
+    parts = x.reshape(*x.shape[:-2], count // PART, PART, x.shape[-1])
     own = _running(parts, reverse)
     totals = own[..., 0 if reverse else -1, :]  # [.., parts, F]
     width = [(0, 0)] * (totals.ndim - 2)
@@ -108,14 +119,15 @@ def forms(C: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(min(size, C) for size in BLOCKS))
 
 
-def form(steps: jax.Array) -> jax.Array:
-    """The first of `forms` that takes the decays of a segment: one of which no half of a block
-    loses more than its factors hold."""
-    C = steps.shape[3]
+def form(steps: jax.Array, largest: Any) -> jax.Array:
+    """The first of `forms` that takes the decays of a segment: no half of a block loses more than
+    its factors hold. `largest`: of all features."""
+    beside_features = LARGEST_FACTOR - jnp.log2(jnp.maximum(jnp.float32(largest), 1))
+    most = jnp.minimum(jnp.float32(MOST_LOST_OF_RUN), beside_features) * LN_2
     steep = []
-    for size in forms(C)[:-1]:
+    for size in forms(steps.shape[3])[:-1]:
         halves = jnp.sum(steps.reshape(-1, size // 2, steps.shape[-1]), axis=1)
-        steep.append((jnp.min(halves) < -MOST_LOST_OF_TURN * LN_2).astype(jnp.int32))
+        steep.append((jnp.min(halves) < -most).astype(jnp.int32))
     return jnp.sum(jnp.stack(steep), dtype=jnp.int32)
 
 
