@@ -236,7 +236,10 @@ def by_form(call: Call, index: Any, run: Callable[[Segment], Any]) -> Any:
     steps = _steps(call, index)
 
     def of_size(size: int) -> Callable[[jax.Array], Any]:
-        return lambda steps: run(_segment(call, index, channels.blocks(channels.sums(steps), size)))
+        exact = rows.is_exact(call.spec) or size < call.of.C
+        return lambda steps: run(
+            _segment(call, index, channels.blocks(channels.sums(steps, exact), size))
+        )
 
     branches = [of_size(size) for size in channels.forms(call.of.C)]
     return jax.lax.switch(channels.form(steps, _largest(call, index)), branches, steps)

@@ -18,7 +18,8 @@ multiplies half of the rows of q and half of those of k. With `size` 1 nothing i
 overflow; they are replaced by 0.
 
 The sums c have two parts (`in_parts` of `xla/chunk.py`), of which float32 adds the first exactly:
-their differences keep the small decays behind a strong one.
+their differences keep the small decays behind a strong one. One part is enough for operands that
+are rounded, in a chunk of one block: its sums are small.
 
 The derivative by a step's decay is the sum over the pairs that it stands between. With M_ij the
 part of a channel in P_ij dP_ij, the row sums A_i = q^_i dq^_i = sum_j M_ij and the column sums
@@ -57,24 +58,25 @@ PART = 8
 
 
 class Parts(NamedTuple):
-    """A sum of decays, [.., F]: multiples of a grid and a rest."""
+    """A sum of decays, [.., F]: multiples of a grid and a rest, or all in one and None."""
 
     coarse: Any
     rest: Any
 
     def __sub__(self, other: Parts) -> Parts:
-        return Parts(self.coarse - other.coarse, self.rest - other.rest)
+        rest = None if self.rest is None else self.rest - other.rest
+        return Parts(self.coarse - other.coarse, rest)
 
     def map(self, function: Any) -> Parts:
-        return Parts(function(self.coarse), function(self.rest))
+        return Parts(*(None if part is None else function(part) for part in self))
 
     def rows(self, first: int, step: int) -> Parts:
         """Rows first, first + step, .. of [.., C, F]."""
         return self.map(lambda x: x[..., first::step, :])
 
     def exp(self) -> jax.Array:
-        found: jax.Array = jnp.exp(self.coarse) * jnp.exp(self.rest)
-        return found
+        found: jax.Array = jnp.exp(self.coarse)
+        return found if self.rest is None else found * jnp.exp(self.rest)
 
 
 def from_row(x: jax.Array) -> jax.Array:
@@ -110,9 +112,10 @@ def _running(x: jax.Array, reverse: bool) -> jax.Array:
     return (own + _running(others, reverse)[..., None, :]).reshape(x.shape)
 
 
-def sums(steps: jax.Array) -> Parts:
-    """c of each chunk, of the decays [B, G, N, C, F] of its steps."""
-    return Parts(*(_running(part, reverse=False) for part in in_parts(steps)))
+def sums(steps: jax.Array, exact: bool = True) -> Parts:
+    """c of each chunk, of the decays [B, G, N, C, F] of its steps; in two parts where `exact`."""
+    parts = in_parts(steps) if exact else (steps, None)
+    return Parts(*parts).map(lambda part: _running(part, reverse=False))
 
 
 def forms(C: int) -> tuple[int, ...]:
