@@ -234,7 +234,7 @@ def test_a_card_that_cuts_operands_to_tf32_loses_nothing(
 
 def test_chosen_on_a_card_where_no_kernel_takes_the_call() -> None:
     def backends(**sizes: Any) -> list[str | None]:
-        row = Row("linear_attention", **{"H": 8, "T": 16384, "decay": "channel"} | sizes)
+        row = Row("linear_attention", **{"B": 1, "H": 8, "T": 16384, "decay": "channel"} | sizes)
         found = choices.chosen(row, choices.described("H100"))
         return [choice and choice.backend for choice in found]
 
