@@ -42,6 +42,7 @@ MOST_CHUNKS = 32
 # With a decay per step and channel: powers of two, where a chunk of more than 64 rows takes more
 # passes over q and k, and fewer over states. The states of chunks are added up in groups.
 MOST_GATED_CHUNK, MOST_GATED_CHUNKS = 256, 64
+LEAST_CHUNKS = 8
 # The most elements of an array of a segment, on which all passes are done before the next one. Up
 # to twenty such arrays exist at a time, so more takes memory, and fewer takes more launches.
 SEGMENT_SIZE = 1 << 23
@@ -72,6 +73,9 @@ def default_config(spec: LinearAttentionSpec, device: Device) -> Config:
     fit = max(1, SEGMENT_SIZE // (spec.H * chunk * columns))
     # All rows of few entries rather than some of many: a single segment takes fewer passes.
     chunks = min(fit, -(-spec.T // chunk), most)
+    if spec.decay == "channel" and chunks * chunk < spec.T and fit >= LEAST_CHUNKS * spec.B:
+        # Several segments in any case: then taking entries apart would only copy them.
+        return Config(chunk, min(fit // spec.B, most), spec.B)
     parts = max(1, -(-spec.B // (fit // chunks)))
     return Config(chunk, chunks, max(1, -(-spec.B // parts)))
 

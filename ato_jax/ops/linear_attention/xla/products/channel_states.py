@@ -20,8 +20,6 @@ from ato_jax.ops.linear_attention.xla.products import channels, chunks, gates, r
 from ato_jax.ops.linear_attention.xla.products.channels import Blocks
 from ato_jax.ops.linear_attention.xla.products.chunks import Call, Cut
 
-# Chunks whose states are added up one after another; their groups follow one another likewise.
-GROUP = 4
 # Their features stay far below what the factors of `channels.py` leave of float32's range.
 SLOW_MAPS = frozenset(("elu1", "relu", "softplus", "silu", "identity"))
 
@@ -62,12 +60,17 @@ def products_of(spec: LinearAttentionSpec) -> LinearAttentionSpec:
     return dataclasses.replace(spec, dtype="float32", precision="tf32")
 
 
+def _chunks_of_segment(count: int, most: int) -> int:
+    """All, or what leaves the least padding: arrays that are padded are written anew."""
+    if count <= most:
+        return count
+    return min(range(most, most // 2, -1), key=lambda chunks: -count % chunks)
+
+
 def call_of(spec: LinearAttentionSpec, chunk: int, most: int, inputs: Inputs) -> Call:
     C = max(chunks.MULTIPLE, 1 << (min(chunk, spec.T).bit_length() - 1))
     count = -(-spec.T // C)
-    of_segment = -(-count // -(-count // most))
-    if of_segment > 2 * GROUP:
-        of_segment = -(-of_segment // GROUP) * GROUP
+    of_segment = _chunks_of_segment(count, most)
     of = Cut(C, of_segment, -(-count // of_segment))
     q, k, v = (chunks.padded(spec, of, array) for array in inputs[:3])
     assert inputs.decay is not None
@@ -179,7 +182,8 @@ def at_chunks(
     Chunks are summed up in groups, all groups at once, since each step is a launch.
     """
     count = each.shape[2]
-    size = GROUP if count % GROUP == 0 else count
+    divisors = (size for size in range(2, count) if count % size == 0 and size * size <= count)
+    size = max(divisors, default=count)
     each = each.reshape(*each.shape[:2], -1, size, *each.shape[3:])
     keeps = keeps.reshape(*each.shape[:5], *(1 for _ in each.shape[5:]))
     order = slice(None, None, -1 if back else 1)
