@@ -190,6 +190,10 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
         return pays and beats_later_backends(fit.spec, device, backward_follows)
     if backward_follows and refusals.may_cancel(spec):
         return False
+    if backward_follows and spec.decay == "channel" and not (spec.causal or spec.normalize):
+        # Each walk's dv is rounded: of features of either sign it was 4.1e-3 off, of 4e-3.
+        if not spec.feature_map.nonnegative:
+            return False
     if frame.in_runs(spec) and not frame.is_wide(spec):
         enough = ENOUGH_ROWS_BOTH_WAYS if spec.decay else ENOUGH_ROWS
         return wide_heads.are_faster_in_runs(spec) and spec.B * spec.H * spec.T >= enough
