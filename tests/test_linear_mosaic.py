@@ -404,7 +404,7 @@ OTHERS = [
         (1, 4096, 8, 8, "bhtd", {"D": 256}, 5),
         (1, 4096, 8, 2, "bthd", {"causal": True, "D": 256}, 7),
         (1, 16384, 8, 8, "bhtd", {"causal": True, "D": 256}, 7),
-        (1, 1024, 8, 8, "bthd", {"causal": True, "D": 192, "return_state": True} | PLAIN, 7),
+        (1, 1024, 8, 8, "bthd", {"causal": True, "D": 192, "return_state": True} | PLAIN, 6),
         (1, 4096, 8, 8, "bhtd", {"causal": True, "decay": "channel"}, 5),
         (1, 4096, 8, 2, "bhtd", {"causal": True, "decay": "channel", "return_state": True}, 2),
         (2, 1000, 2, 2, "bhtd", {"causal": True, "decay": "channel", "D": 64} | PLAIN, 5),
