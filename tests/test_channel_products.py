@@ -18,6 +18,10 @@ from ato_jax.ops.linear_attention.xla.products import channels, rows
 from benchmarks.choices import Row
 from tests import choices, numerics
 
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ <= products.LAST_JAX_TO_CRASH, reason="XLA crashes on a CPU"
+)
+
 T = 200
 SIZES = {"B": 1, "T": T, "H": 2, "G": 2, "D": 24, "V": 16}
 TF32 = {"precision": "tf32"}
@@ -294,3 +298,12 @@ def test_chunks_grow_with_the_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config(B=1, T=4096, H=4, D=64) == (64, 64, 1)
     assert config(B=2, T=16384, H=16, D=160) == (64, 21, 2)
     assert [config(B=1, T=4096, H=4, D=D)[0] for D in (191, 192, 384, 1024)] == [64, 128, 256, 256]
+
+
+def test_a_compiler_that_crashes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LAST_JAX_TO_CRASH", (99, 0, 0))
+    arrays = draw()
+    with pytest.raises(NotImplementedError, match="needs a JAX after 99.0.0 on a CPU"):
+        ato_jax.linear_attention(
+            *arrays, decay=decays("mild"), causal=True, implementation="xla.products"
+        )
