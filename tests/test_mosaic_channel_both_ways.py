@@ -125,3 +125,14 @@ def test_groups_that_triton_takes_are_not_written_out() -> None:
     request, _ = numerics.prepare(OP, q, k, k, decay=decay, causal=True)
     steps = [step for fit in fitted.candidates(request.spec) for step in fit.steps]
     assert not any(isinstance(step, fits.Expanded) for step in steps)
+
+
+def test_gradients_of_either_sign_without_a_normaliser_are_the_next_backends() -> None:
+    """Each walk rounds its share of dv."""
+    q = jnp.ones((1, 72, 2, 128), jnp.bfloat16)
+    for name, is_chosen in (("identity", False), ("elu1", True)):
+        options: Any = {"decay": jnp.zeros(q.shape), "normalize": False, "feature_map": name}
+        request, _ = numerics.prepare(OP, q, q, q, **options)
+        spec = dataclasses.replace(request.spec, B=2048)
+        assert mosaic_gpu.beats_later_backends(spec, described("H200"), False)
+        assert mosaic_gpu.beats_later_backends(spec, described("H200"), True) == is_chosen

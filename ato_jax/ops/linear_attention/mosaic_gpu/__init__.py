@@ -181,6 +181,9 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
         # On an H100, B1 H16 T16384 D256 took 1.15 ms and by XLA 25.9, with gradients 4.22 and 98.2.
         if backward_follows and unsupported(spec, "backward"):
             return False
+        one_sign = spec.normalize or spec.feature_map.nonnegative
+        if backward_follows and not (spec.causal or one_sign):
+            return False  # each walk rounds its dv, which was 4.1e-3 off, of 4e-3
         columns = max(spec.D + spec.V, 2 * frame.F)
         return spec.B * spec.H * spec.T >= ENOUGH_ROWS * 2 * frame.F // columns
     if spec.decay == "channel" and spec.dtype == "float16":
@@ -190,10 +193,6 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
         return pays and beats_later_backends(fit.spec, device, backward_follows)
     if backward_follows and refusals.may_cancel(spec):
         return False
-    if backward_follows and spec.decay == "channel" and not (spec.causal or spec.normalize):
-        # Each walk's dv is rounded: of features of either sign it was 4.1e-3 off, of 4e-3.
-        if not spec.feature_map.nonnegative:
-            return False
     if frame.in_runs(spec) and not frame.is_wide(spec):
         enough = ENOUGH_ROWS_BOTH_WAYS if spec.decay else ENOUGH_ROWS
         return wide_heads.are_faster_in_runs(spec) and spec.B * spec.H * spec.T >= enough
