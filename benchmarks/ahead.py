@@ -43,8 +43,8 @@ from benchmarks import byte_limit, peers
 from benchmarks.cases import Case
 from benchmarks.store import Store
 
-# What is asked of a worker: the number of a contest, and what the row is named by; or what is asked
-# of a row of `choices` or `cliffs`, as JSON.
+# A worker is asked for a program of a contest, by the contest's number and by what its row is named
+# by, or for a program of a row of `choices` or `cliffs`, by JSON that names the row.
 Job = tuple[int, Case, str, str] | Mapping[str, Any]
 # A contender of PyTorch's process, by what its row is named by.
 InTorch = tuple[Case, str, str]
@@ -66,7 +66,7 @@ def named(case: Case, phase: str, contender: str) -> dict[str, Any]:
 
 
 def question(job: Job) -> dict[str, Any]:
-    """What a worker reads."""
+    """Returns the JSON by which a worker is asked for a job."""
     if isinstance(job, Mapping):
         return dict(job)
     number, *of_row = job
@@ -244,7 +244,7 @@ class Ahead:
             one.end()
 
 
-# What a job comes to that was not answered in time.
+# Stands for the answer to a job where none came in time.
 LATE = object()
 # What flash-linear-attention would keep of a search: here nothing was timed.
 WARMING = {"FLA_CACHE_RESULTS": "0"}

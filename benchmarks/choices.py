@@ -528,7 +528,7 @@ def unpacked(found: Programs) -> Programs:
 
 
 def job_of(row: Row, phase: str, by_name: bool = True) -> dict[str, Any]:
-    """What a worker is asked for, and the name of its answer in a store."""
+    """Returns the JSON by which a worker is asked for a row, and a store names the answer."""
     return {"row": dataclasses.asdict(row), "phase": phase, "by_name": by_name}
 
 

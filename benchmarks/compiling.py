@@ -24,8 +24,8 @@ SHORTEST_SECONDS = 30.0
 
 @dataclasses.dataclass(frozen=True)
 class Jobs:
-    """What a stage has compiled: programs for JAX, and contenders that fill PyTorch's caches, those
-    together that share what is compiled.
+    """The programs that a stage needs from JAX, and the contenders that fill PyTorch's caches.
+    Contenders that share compiled code stand in one sequence, and are compiled by one process.
     """
 
     in_jax: Sequence[Job]

@@ -394,7 +394,8 @@ class Plan:
             self._take(job, told, contests[wanted.in_jax[job]])
 
     def take(self, contests: Sequence[Contest], found: Results, store: Store) -> None:
-        """What the contests lack, of what an earlier process put into a store."""
+        """Takes the programs that the contests lack from a store, if an earlier process put them
+        there."""
         wanted = lacking(contests, {row.key for row in found.rows}, found.platform)
         for job, number in wanted.in_jax.items():
             name = ahead.named(*job)

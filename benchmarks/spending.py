@@ -1,4 +1,4 @@
-"""What the seconds of a run went to, by suite: compiling, checking, timing, and the rest.
+"""Counts the seconds that a run spends on each suite: compiling, checking, timing, and the rest.
 
 A clock takes the seconds of what runs inside it, without those of a clock inside that one. What no
 clock takes is the rest: starting PyTorch's process, drawing tables, writing files. Files of figures
@@ -20,15 +20,16 @@ from benchmarks.tables import Table
 # PyTorch's process includes its compiling and its searches for block sizes.
 COMPILING, CHECKING, TIMING, OTHER = "compiling", "checking", "timing", "other"
 KINDS = (COMPILING, CHECKING, TIMING, OTHER)
-# What a run does before its first suite, and what `whole` does beside the commands of its stages.
+# Seconds under this name were spent before the first suite, or by `whole` itself beside the
+# commands of its stages.
 START = "start"
 
 # Seconds by suite and kind.
 Spent = dict[str, dict[str, float]]
 
-# Those of the suite that runs, by what they went to and whom.
+# The seconds of the suite that runs, by what they were spent on and for whom.
 spent: collections.Counter[tuple[str, str]] = collections.Counter()
-# Of each clock that runs, those that the clocks inside it took.
+# For each clock that runs, the seconds that the clocks inside it took.
 _inside: list[float] = []
 
 

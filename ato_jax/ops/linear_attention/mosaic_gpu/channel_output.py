@@ -168,7 +168,7 @@ def channel_output(
             return each_step(steep_ref, turns_ref, item, head, start, do, powers is not None)
 
         def power_of(item: Item, half: Any, name: int) -> Any:
-            """Of the head of keys that half a tile belongs to."""
+            """Returns one power of the head of keys that half a tile belongs to."""
             head = tiling.head_of(lax.div(item.head, group_size), half)
             return heads_ref[item.batch, head, name]
 
