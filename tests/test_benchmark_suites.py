@@ -220,7 +220,8 @@ def test_exponents_are_those_of_powers():
 
 
 def test_the_librarys_exponents_are_one_where_they_were_measured():
-    """In time and memory, forward and backward, of the kept figures of a GPU."""
+    """In time and memory, forward and backward, of the kept figures of a GPU, as the table prints
+    them, with two decimals."""
     for path in document.files():
         found = results.read(path)
         own = {
@@ -232,7 +233,7 @@ def test_the_librarys_exponents_are_one_where_they_were_measured():
             one = own[f"linear B8 H8 D64 bfloat16{causal}"]
             assert one.last >= 4 * one.first
             for value in (one.forward, one.backward, one.memory):
-                assert value == pytest.approx(1, abs=0.05), one
+                assert 0.95 <= round(value, 2) <= 1.05, one
 
 
 def test_the_fastest_peer_computes_all_of_the_problem():
