@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.replaced import delta_rule_put_back  # noqa: F401
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 # Built by `make docs`, from docs/ and from these in the root.
@@ -69,8 +71,12 @@ def skip_without(code: str) -> None:
             pytest.importorskip(OPTIONAL[name])
 
 
-def run(path: Path, pieces: list[tuple[int, str]]) -> None:
+def run(path: Path, pieces: list[tuple[int, str]], request: pytest.FixtureRequest) -> None:
     """Runs pieces of code in one module; a traceback names the page and its line."""
+    code = "\n".join(code for _, code in pieces)
+    skip_without(code)
+    if "replace_delta_rule" in code:
+        request.getfixturevalue("delta_rule_put_back")
     module = types.ModuleType("page")
     sys.modules["page"] = module  # dataclasses and pickles look it up
     try:
@@ -93,14 +99,13 @@ WITH_CODE = [path for path in DOCUMENTS if python_blocks(path.read_text())]
 
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=label)
-def test_python_blocks_run(path, elsewhere, capsys):
+def test_python_blocks_run(path, elsewhere, capsys, request):
     """And print the lines that the page shows, in their order, and no comparison that is false."""
     text = path.read_text()
     blocks = python_blocks(text)
     assert [mark for _, mark, _ in blocks if mark not in MARKS] == []
     pieces = [(line, code) for line, mark, code in blocks if not mark]
-    skip_without("\n".join(code for _, code in pieces))
-    run(path, pieces)
+    run(path, pieces, request)
     printed = capsys.readouterr().out
     assert not re.findall(r"^(?:False|tensor\(False\))$", printed, re.MULTILINE)
     left = iter(printed.splitlines())
@@ -117,11 +122,10 @@ def source(cell: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=label)
-def test_notebooks_run(path, elsewhere):
+def test_notebooks_run(path, elsewhere, request):
     """Without Jupyter, so a notebook is plain Python, no magics; `make docs` runs it in Jupyter."""
     pieces = [(0, source(cell)) for cell in notebook_cells(path) if cell["cell_type"] == "code"]
-    skip_without("\n".join(code for _, code in pieces))
-    run(path, pieces)
+    run(path, pieces, request)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=label)
@@ -458,14 +462,14 @@ def test_the_check_of_the_site_finds(fault, tmp_path):
     assert found.startswith("index.html: ") and found.endswith(FAULTS[fault])
 
 
-def test_a_block_that_raises_fails_with_its_page_and_line(tmp_path, monkeypatch):
+def test_a_block_that_raises_fails_with_its_page_and_line(request):
     pages = ("python", "x = 1"), ("python gpu", "raise"), ("python", "x.missing")
     text = "# Page\n\n" + "\n".join(f"```{info}\n{code}\n```\n" for info, code in pages)
     blocks = python_blocks(text)
     assert [(line, mark) for line, mark, _ in blocks] == [(3, ""), (7, "gpu"), (11, "")]
     pieces = [(line, code) for line, mark, code in blocks if not mark]
     with pytest.raises(AttributeError) as raised:
-        run(DOCS / "page.md", pieces)
+        run(DOCS / "page.md", pieces, request)
     last = raised.traceback[-1]
     assert str(last.path).endswith("docs/page.md") and last.lineno + 1 == 12
 

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention  # noqa: E402
 
 import ato_torch  # noqa: E402
 from ato_torch.hugging_face import MODULES_NAMES  # noqa: E402
+from tests.replaced import delta_rule_put_back  # noqa: E402, F401
 
 B, T, H, D = 2, 7, 4, 16
 PRODUCTS = "a softmax and products of its own"
@@ -62,7 +63,8 @@ def test_a_model_that_ignores_the_name(transformers):
     ]
 
 
-def test_a_hybrid_before_and_after_its_delta_rule_is_replaced(transformers, monkeypatch):
+@pytest.mark.usefixtures("delta_rule_put_back")
+def test_a_hybrid_before_and_after_its_delta_rule_is_replaced(transformers):
     from tests.test_torch_hugging_face import qwen3_next
 
     if not hasattr(transformers, "Qwen3NextConfig"):
@@ -71,8 +73,6 @@ def test_a_hybrid_before_and_after_its_delta_rule_is_replaced(transformers, monk
     model.set_attn_implementation("ato")
     places = {ato_torch.hugging_face.sys.modules[type(one).__module__] for one in model.modules()}
     names = [(place, name) for place in places for name in MODULES_NAMES if hasattr(place, name)]
-    for place, name in names:  # put back behind this test
-        monkeypatch.setattr(place, name, getattr(place, name))
     before = [getattr(*one) for one in names]
     found = ato_torch.check_model(model)
     assert [getattr(*one) for one in names] == before

@@ -1,7 +1,6 @@
 """Models of transformers through ato_torch.register_hf, small ones from their configurations."""
 
 import functools
-import sys
 
 import pytest
 
@@ -14,6 +13,7 @@ import ato_torch  # noqa: E402
 from ato_torch import _ops  # noqa: E402
 from ato_torch import hugging_face as ours  # noqa: E402
 from examples import hugging_face as example  # noqa: E402
+from tests.replaced import delta_rule_put_back  # noqa: E402, F401
 
 B, T = 2, 12
 
@@ -423,6 +423,7 @@ def kimi_linear():
 @pytest.mark.parametrize(
     ("make", "trained"), [(qwen3_next, True), (kimi_linear, False)], ids=["qwen3_next", "kimi"]
 )
+@pytest.mark.usefixtures("delta_rule_put_back")
 def test_delta_rule_is_transformers_own(make, trained, monkeypatch):
     """Logits, text that is generated with a cache, and in one model the gradient."""
     if not hasattr(transformers, "Qwen3NextConfig" if trained else "KimiLinearConfig"):
@@ -442,11 +443,6 @@ def test_delta_rule_is_transformers_own(make, trained, monkeypatch):
         return logits, [gradient.flatten() for gradient in gradients], text.sequences
 
     wanted, ran, run = results(), set(), _ops.run
-    for layer in model.modules():  # so that they are put back behind this test
-        for name in ours.MODULES_NAMES:
-            module = sys.modules[type(layer).__module__]
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, getattr(module, name))
     ato_torch.replace_delta_rule(model)
     monkeypatch.setattr(_ops, "run", lambda op, *rest: ran.add(op) or run(op, *rest))
     found = results()
