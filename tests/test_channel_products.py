@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_linear_products import cut_operands_to_tf32
 
 import ato_jax
 from ato_jax.ops.linear_attention import large_states
 from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.xla import products
-from ato_jax.ops.linear_attention.xla.products import channels, rows
+from ato_jax.ops.linear_attention.xla.products import channels
 from benchmarks.choices import Row
 from tests import choices, numerics
 
@@ -226,14 +227,8 @@ def test_a_card_that_cuts_operands_to_tf32_loses_nothing(
         out, pull = jax.vjp(attend, *arrays)
         return dict(enumerate(map(np.asarray, (out, *pull(out)))))
 
-    def cut(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-    wanted, product = results(), rows.product
-    monkeypatch.setattr(rows, "product", lambda spec, equation, left, right, dtype: product(
-        spec, equation, cut(left), cut(right), dtype))  # fmt: skip
-    jax.clear_caches()
+    wanted = results()
+    cut_operands_to_tf32(monkeypatch)
     for name, found in results().items():
         np.testing.assert_array_equal(found, wanted[name])
 

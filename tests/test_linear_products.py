@@ -49,6 +49,20 @@ def draw(dtype: str, layout: str = "bthd", **sizes: int) -> list[jax.Array]:
     return [one("BTHD"), one("BSGD"), one("BSGV")]
 
 
+def cut_operands_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on products take their operands without the low 13 bits, as a card does that cuts
+    float32 numbers to TF32."""
+    product = rows.product
+
+    def cut(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+    monkeypatch.setattr(rows, "product", lambda spec, equation, left, right, dtype: product(
+        spec, equation, cut(left), cut(right), dtype))  # fmt: skip
+    jax.clear_caches()
+
+
 def state(**sizes: int) -> LinearState:
     sizes = SIZES | sizes
     random = np.random.default_rng(1)
@@ -268,14 +282,8 @@ def test_a_card_that_cuts_operands_to_tf32_loses_nothing(
         found = jax.vjp(lambda *qkv: ato_jax.linear_attention(*qkv, **options), *arrays)
         return dict(enumerate(map(np.asarray, (found[0], *found[1](found[0])))))
 
-    def cut(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFE000)
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-    wanted, product = results(), rows.product
-    monkeypatch.setattr(rows, "product", lambda spec, equation, left, right, dtype: product(
-        spec, equation, cut(left), cut(right), dtype))  # fmt: skip
-    jax.clear_caches()
+    wanted = results()
+    cut_operands_to_tf32(monkeypatch)
     for name, found in results().items():
         np.testing.assert_array_equal(found, wanted[name])
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_linear_channel as channel
 from test_linear_mosaic import OP, PLAIN, against_the_reference, draw, options_of
 from test_mosaic_channel_segments import never_steep
+from test_mosaic_wide_gates import check_gradients_under_vmap
 
-import ato_jax
 from ato_jax.ops.linear_attention import fits, mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
 from ato_jax.ops.linear_attention.mosaic_gpu import fitted
@@ -70,21 +69,7 @@ def test_blocks_of_wide_heads() -> None:
 def test_under_vmap() -> None:
     """Each entry of the larger batch becomes two, side by side."""
     arrays = (*draw(2, 72, 1, 1, D=64), channel.draw_gates("mild", 2, 72, 1, 64))
-
-    def gradients(*arrays: jax.Array, implementation: str = "mosaic_gpu") -> Any:
-        def loss(q: Any, k: Any, v: Any, decay: Any) -> Any:
-            options: Any = {"decay": decay, "implementation": implementation}
-            out = ato_jax.linear_attention(q, k, v, **options)
-            return jnp.sum(out.astype(jnp.float32) * jnp.arange(64))
-
-        return jax.grad(loss, argnums=(0, 1, 2, 3))(*arrays)
-
-    with ato_jax.interpret():
-        found = jax.vmap(gradients)(*(x[:, None] for x in arrays))
-    wanted = gradients(*(x.astype(jnp.float32) for x in arrays), implementation="xla")
-    for own, exact in zip(found, wanted, strict=True):
-        error = jnp.linalg.norm((own[:, 0] - exact).ravel())
-        assert error < 1e-2 * jnp.linalg.norm(exact.ravel())
+    check_gradients_under_vmap(*arrays)
 
 
 @pytest.mark.parametrize(
