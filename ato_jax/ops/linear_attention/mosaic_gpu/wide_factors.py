@@ -1,18 +1,22 @@
-"""Factors of rows, by which the passes over runs of heads of 129 to 256 columns apply a decay per
-head or step, and segments. XLA makes them.
+"""Factors of rows, [B, G, rows] float32, for a decay per head or step and segments of wide heads.
 
-With L_t the sum of log2 decays from the run's first row to row t, and all rows of one run of 256,
+`wide_heads.py` computes them by XLA, and the kernels of `wide_states.py` and `wide_runs.py` read
+them. Let L_t be the sum of the log2 decays from the first row of t's run of 256 rows up to row t.
+Each factor is 0 where a segment begins between the two rows, or between the row and the state:
 
-    a query i and a key j of the run      see each other by exp2(L_i - L_j) where j <= i
-    a query and the state ahead of it     `reads` = exp2(L_i)
-    a key and the sums behind the run     `reads_behind` = exp2(L_last - L_j)
+    exp2(L_i - L_j)                          multiplies the pair of query i and key j <= i of a run
+    reads = exp2(L_i)                        multiplies what query i reads of the state ahead of
+                                             its run
+    reads_behind = exp2(L_last - L_j)        multiplies what key j reads of the sums behind its run
 
-Each is 0 where a segment begins between the two. Of a chunk's rows `adds` are what they add to the
-state behind the chunk, and `keeps` what the chunk leaves of the state ahead of it. Queries are
-walked from the end, and add `reads_of_chunk`. Where rows see both sides, keys are walked from the
-end, too, and queries from the start; a query reads the state behind its run by `reads_behind`, and
-sees a row of its run by exp2(-|L_i - L_j|). The exponents are differences within a run, at most
-0, so no decay is too strong for out, dq, dk and dv.
+`wide_states.py` updates a state once a chunk, by factors within the chunk: `adds` multiplies the
+term of a key, `keeps` the state ahead of the chunk, and `reads_of_chunk` the term of a query, since
+queries are walked from the end. Where rows see both sides, a walk in the other direction takes
+`reads_of_chunk` for keys and `adds` for queries; a query then reads the state behind its run by
+`reads_behind`, and a pair of the run has exp2(-|L_i - L_j|).
+
+All exponents are differences within a run and at most 0, so no decay is too strong for out, dq, dk
+and dv.
 """
 
 from __future__ import annotations
@@ -28,31 +32,31 @@ from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN, RUN, C, Cut
 from ato_jax.ops.linear_attention.scans.gates import OfPieces
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# A segment that reaches beyond its run ends there.
+# Stands for the last row of a segment that goes on behind the run.
 BEYOND = 2**30
 
 
 class Factors(NamedTuple):
-    """Each array is [B, G, rows up to a whole run] float32, unless its comment says otherwise."""
+    """Arrays [B, G, rows up to a whole run] in float32, unless a comment says otherwise."""
 
     reads: jax.Array
     reads_behind: jax.Array
-    reads_of_chunk: jax.Array  # exp2 of the decays since the chunk's first row
+    reads_of_chunk: jax.Array  # exp2 of the sum of log2 decays since the chunk's first row
     adds: jax.Array
-    keeps: jax.Array  # the chunk's, in each of its rows
+    keeps: jax.Array  # the factor of the chunk, repeated in each of its rows
     sums: jax.Array | None  # L; None without a decay
-    # Without segments None; in the rows of the sequence, [B, rows] int32: the first row of a row's
-    # segment, -1 where that lies ahead of the run, and its last row, `BEYOND` where behind the run.
+    # [B, rows] int32, rows of the sequence; None without segments. `first` is the first row of each
+    # row's segment, or -1 if that lies ahead of the run; `last` is its last row, or `BEYOND`.
     first: jax.Array | None
     last: jax.Array | None
-    # Where rows see their whole document: whether a run, which is not the last one, has rows of
-    # one alone, [B, runs] int32. Such a run's rows see what is ahead of the next run, and `reads`
-    # says so.
+    # [B, runs] int32; None but where each query sees its whole segment, without a decay. 1 for a
+    # run, other than the last, all of whose rows belong to one segment. Such rows read the state
+    # ahead of the next run, which contains their own run, and their `reads` is 1.
     undivided: jax.Array | None = None
 
     def of_vectors(self, of_chunk: jax.Array, of_run: jax.Array) -> jax.Array:
-        """The factors by which rows read the vectors beside their chunk, or their run if it is
-        undivided."""
+        """The factors by which rows read z or u: `of_chunk`, since these are stored for each chunk,
+        or `of_run` in an undivided run."""
         if self.undivided is None:
             return of_chunk
         return jnp.where(_of_rows(self.undivided) > 0, of_run, of_chunk)
@@ -61,10 +65,11 @@ class Factors(NamedTuple):
 def factors_of(
     spec: LinearAttentionSpec, gates: jax.Array | None, borders: OfSequence
 ) -> Factors | None:
-    """None where the call has neither.
+    """The factors of a call; None where it has neither a decay nor segments.
 
     Args:
-      gates: the prefix sums of the decays in each chunk, [B, G, T up to a whole chunk].
+      gates: the prefix sums of the log2 decays in each chunk, [B, G, T up to a whole chunk].
+      borders: of the segments.
     """
     if gates is None and borders.begun is None:
         return None
@@ -104,20 +109,20 @@ def factors_of(
 
 
 def _undivided(begun: jax.Array) -> jax.Array:
-    """From how many segments begin in a chunk up to each row, [B, runs, chunks, C]: one may begin
-    at the run's first row."""
+    """`Factors.undivided`. `begun` [B, runs, chunks, C] counts the segments that begin in a chunk
+    up to each row. A segment that begins at the run's first row does not divide the run."""
     borders = jnp.sum(begun[..., -1], axis=2) - begun[:, :, 0, 0]
     number = jnp.arange(borders.shape[1], dtype=jnp.int32)
     return ((borders == 0) & (number + 1 < borders.shape[1])).astype(jnp.int32)
 
 
 def _of_rows(of_runs: jax.Array) -> jax.Array:
-    """[B, runs] as [B, 1, rows]."""
+    """Repeats a number of each run, [B, runs], in the run's rows, [B, 1, rows]."""
     return jnp.repeat(of_runs, RUN, axis=1)[:, None]
 
 
 def _in_runs(spec: LinearAttentionSpec, x: jax.Array, filler: float = 0.0) -> jax.Array:
-    """[.., T up to a whole chunk], or [.., 1], as [.., runs, chunks, C]."""
+    """Reshapes [.., T up to a whole chunk] to [.., runs, chunks, C], and broadcasts [.., 1]."""
     rows = int(pl.cdiv(spec.T, RUN)) * RUN
     if x.shape[-1] > 1:
         beyond = [(0, 0)] * (x.ndim - 1) + [(0, rows - x.shape[-1])]
@@ -129,15 +134,15 @@ def _in_runs(spec: LinearAttentionSpec, x: jax.Array, filler: float = 0.0) -> ja
 def _of_segments(
     spec: LinearAttentionSpec, borders: OfSequence
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
-    """The first and the last row of each row's segment, as `Factors` has them, [B, runs, chunks,
-    C]; and where each of its factors is not 0, [B, 1, runs, chunks, C]."""
+    """`Factors.first` and `Factors.last`, [B, runs, chunks, C]; and for each of the first five
+    fields of `Factors` where segments leave it other than 0, [B, 1, runs, chunks, C]."""
     assert borders.begins is not None and borders.ends is not None
     assert borders.begun is not None and borders.chunks is not None
     begins, begun = _in_runs(spec, borders.begins), _in_runs(spec, borders.begun)
     ends = _in_runs(spec, borders.ends, C - 1)
     B, runs = spec.B, begun.shape[1]
     chunks = runs * CHUNKS_OF_RUN
-    # Rows behind the sequence's last one are of its segment.
+    # Rows behind the last one belong to the last segment.
     of_chunks = jnp.pad(borders.chunks, ((0, 0), (0, chunks - borders.chunks.shape[1]), (0, 0)))
     exist = jnp.arange(chunks, dtype=jnp.int32) < borders.chunks.shape[1]
     reads = jnp.where(exist, of_chunks[..., 0], C).reshape(B, runs, CHUNKS_OF_RUN)
@@ -152,7 +157,7 @@ def _of_segments(
         ahead = jnp.where(cut[:, :, chunk], own, ahead)
     first = jnp.where(begun > 0, start[..., None] + begins, jnp.stack(found, axis=2)[..., None])
 
-    # How many rows of the next chunk go on with this chunk's last segment.
+    # The number of rows of the next chunk that belong to this chunk's last segment.
     of_all = reads.reshape(B, -1)
     more = jnp.pad(of_all[:, 1:], ((0, 0), (0, 1)), constant_values=C).reshape(reads.shape)
     behind, found = jnp.full((B, runs), BEYOND, jnp.int32), []
@@ -182,8 +187,8 @@ def _of_segments(
 
 
 def _exist(spec: LinearAttentionSpec) -> jax.Array:
-    """Which rows are there, [runs, chunks, C]. Where rows see both sides keys are walked from the
-    end, too, behind which zeros have features."""
+    """Which rows are not padding, [runs, chunks, C]. Where rows see both sides, keys are also
+    walked from the end: phi(0) of the padding behind the last row would enter the sums."""
     runs = int(pl.cdiv(spec.T, RUN))
     return jnp.arange(runs * RUN, dtype=jnp.int32).reshape(runs, CHUNKS_OF_RUN, C) < spec.T
 
@@ -191,8 +196,8 @@ def _exist(spec: LinearAttentionSpec) -> jax.Array:
 def until_end_of_piece(
     spec: LinearAttentionSpec, deal: Cut, pieces: OfPieces | None, borders: OfSequence
 ) -> jax.Array | None:
-    """What each row of keys adds to the state behind its piece, [B, G, T up to a whole chunk]; None
-    where that is 1."""
+    """The factor of each key's term in the state behind its piece, [B, G, T up to a whole chunk];
+    None where all are 1."""
     exponents = None if pieces is None else pieces.until
     return _in_pieces(spec, deal, exponents, borders.adding)
 
@@ -200,7 +205,7 @@ def until_end_of_piece(
 def since_start_of_piece(
     spec: LinearAttentionSpec, deal: Cut, pieces: OfPieces | None, borders: OfSequence
 ) -> jax.Array | None:
-    """What each row of queries adds to the sums ahead of its piece."""
+    """The factor of each query's term in the sums ahead of its piece, of the same shape."""
     exponents = None if pieces is None else pieces.since
     return _in_pieces(spec, deal, exponents, borders.reading)
 
@@ -208,7 +213,8 @@ def since_start_of_piece(
 def _in_pieces(
     spec: LinearAttentionSpec, deal: Cut, exponents: jax.Array | None, within: jax.Array | None
 ) -> jax.Array | None:
-    """`within` [B, P, 2]: the first of a piece's rows that count, and the one behind the last."""
+    """exp2(exponents), 0 in rows that do not count. `within` [B, P, 2] has the first row of each
+    piece that counts, and the row behind the last one."""
     factor = None if exponents is None else jnp.exp2(exponents)
     rows = int(pl.cdiv(spec.T, C)) * C
     own = jnp.arange(rows, dtype=jnp.int32)

@@ -1,12 +1,20 @@
-"""Heads of 129 to 256 columns, causal or where rows see their own document, or both sides through a
-decay; and some heads of up to 128 columns that are not causal (`scans.chunks.in_runs`).
-`wide_states.py` walks the sequence, and `wide_runs.py` does the rest. A decay per head or step, and
-segments, are factors of rows (`wide_factors.py`); float16 is multiplied by powers of two
-(`wide_powers.py`).
+"""Both passes of a call whose rows are computed run by run: `keep` forward, `backward` backward.
 
-Causal rows see what is ahead of them: keys are walked from the start, and queries, whose sums the
-keys' gradients read, from the end. In a document, and with a decay both ways, they see what is
-behind them, too, so each walk has its mirror, and a run of rows reads two states.
+A run is 256 consecutive rows. These calls have heads of 129 to 256 columns and are causal, or each
+query sees its whole segment, or a decay lies between a query and the keys on both sides of it.
+Some calls with narrower heads that are not causal run here, too (`scans.chunks.in_runs`). The
+backend (`__init__.py`) calls `keep` and `backward`, which launch two kernels:
+
+    wide_states.py    walks a sequence and stores the state ahead of, or behind, each run
+    wide_runs.py      computes the rows of each run from that state and the pairs within the run
+
+A decay per head or step, and segments, become factors of rows (`wide_factors.py`). In float16
+operands are multiplied by powers of two (`wide_powers.py`). Read `wide_runs.py` next.
+
+In a causal call a row of out reads the sums over earlier keys, and a row of dk or dv the sums over
+later queries: keys are walked from the first chunk to the last, queries from the last to the first.
+Where rows see both sides, each of the two walks also runs in the other direction, and each run
+reads two states.
 """
 
 from __future__ import annotations
@@ -56,16 +64,18 @@ from ato_jax.ops.linear_attention.spec import (
 
 State = tuple[jax.Array, jax.Array]
 
-# The least D V of heads of up to 128 columns, within documents and beside a decay both ways, from
-# which these kernels are faster than those behind them. On an H200, T 16384, documents in
-# float16, D64 B8 H8: 0.94 ms, with gradients 2.69, by Triton's 3.10 and 8.19. Documents and a
-# decay per step both ways in bfloat16, D128 B2 H16: 0.82 and 3.71, Triton's 1.86 and 6.42; D64 B8
-# H8: 1.22 and 6.38, Triton's 1.03 and 3.28.
+# The least D V at which heads of up to 128 columns are faster here than by the later backends: with
+# segments alone, and with a decay. On an H200 at T 16384, forward alone and with gradients:
+#     segments, float16, D64 B8 H8                              0.94, 2.69 ms; Triton 3.10, 8.19
+#     segments and a decay per step, bfloat16, D128 B2 H16      0.82, 3.71 ms; Triton 1.86, 6.42
+#     the same, D64 B8 H8                                       1.22, 6.38 ms; Triton 1.03, 3.28
 LEAST_COLUMNS, LEAST_COLUMNS_BESIDE_A_DECAY = 64 * 64, 80 * 80
 
+
 class States(NamedTuple):
-    """S [B, G, runs, F, V] ahead of each run, and z ahead of each chunk; where rows see both sides,
-    these behind each; and in float16 the powers, by which they are multiplied."""
+    """The states of keys: S [B, G, runs, F, V] ahead of each run and z [B, G, chunks, F] ahead of
+    each chunk; where rows see both sides also S and z behind each. In float16 they are multiplied
+    by `powers`."""
 
     ahead: State
     behind: State | None
@@ -73,7 +83,7 @@ class States(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """`Outputs`, and what the gradients read of the forward pass."""
+    """The outputs of the forward pass, and the states of keys for the backward pass."""
 
     out: jax.Array
     state: LinearState
@@ -85,8 +95,8 @@ class Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call, and what all walks of it share. `deal` counts query heads, and `factors` are None
-    where the call has neither a decay nor segments."""
+    """What all walks of one call share. `deal` counts query heads. `factors` is None where the call
+    has neither a decay nor segments."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
@@ -100,13 +110,14 @@ class Call:
 
 
 def are_faster_in_runs(spec: LinearAttentionSpec) -> bool:
-    """Whether they are, by the number of columns, for heads of `scans.chunks.in_runs`."""
+    """Whether these kernels are faster than the later backends, for a call of
+    `scans.chunks.in_runs` with heads of up to 128 columns."""
     least = LEAST_COLUMNS_BESIDE_A_DECAY if spec.decay else LEAST_COLUMNS
     return spec.D * spec.V >= least
 
 
 def call_of(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> Call:
-    """`inputs.decay` are the gates, the prefix sums of the decays in each chunk."""
+    """`inputs.decay` holds the gates: the prefix sums of the log2 decays in each chunk."""
     borders, pieces, gates = of_sequence(spec, deal, runs_of_keys(spec, inputs)), None, inputs.decay
     if gates is not None:
         pieces = of_pieces(spec, deal, gates, borders.begun)
@@ -115,7 +126,7 @@ def call_of(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> Cal
 
 
 def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
-    """`inputs.decay` are the gates."""
+    """The forward pass. `inputs.decay` holds the gates."""
     call = call_of(spec, causal_pieces.deal_of(spec, config), inputs)
     found, end = states_of(call, inputs, spec.return_state)
     given = Arrays(inputs.q, inputs.k, inputs.v, *found.ahead)
@@ -133,8 +144,8 @@ def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
 
 
 def states_of(call: Call, inputs: Inputs, is_returned: bool) -> tuple[States, LinearState | None]:
-    """The states that all passes read, and the state behind the sequence. In float16 the latter is
-    multiplied by c."""
+    """The states of keys that all passes read, and the state behind the last row, which in float16
+    is multiplied by c (`wide_powers.py`)."""
     by = wide_powers.of_keys(call.spec, inputs)
     start, of_states, behind = inputs.initial_state, None, None
     if by is not None:
@@ -153,7 +164,8 @@ def backward(
     cotangents: Outputs,
     decay: jax.Array | None,
 ) -> Inputs:
-    """`inputs.decay` are the gates, and `decay` is as `flows.decay_flows` takes it. H = G."""
+    """The backward pass, with H = G. `inputs.decay` holds the gates; `decay` holds the decays
+    themselves, as `flows.decay_flows` takes them."""
     inputs, outputs = residuals
     call = call_of(spec, causal_pieces.deal_of_gradients(spec, config), inputs)
     if call.pieces is not None:
@@ -220,12 +232,12 @@ def unless_steep(
     residuals: Residuals,
     cotangents: Outputs,
 ) -> Inputs:
-    """The gradients by `run`, or, where a chunk is steep, by `fallback`: there each term of a
+    """The gradients by `run`, or by `fallback` if any chunk is steep: there single terms of the
     decay's gradient may be far larger than their sum.
 
     Args:
-      gates: the prefix sums of the decays in each chunk, [B, G, T up to a whole chunk].
-      fallback: called as `run`, with plain outputs.
+      gates: the prefix sums of the log2 decays in each chunk, [B, G, T up to a whole chunk].
+      fallback: takes the arguments of `run`, with `Outputs` in place of `Kept`.
     """
     of_chunks = gates.reshape(*gates.shape[:2], -1, frame.C)
     middle, last = of_chunks[..., frame.C // 2 - 1], of_chunks[..., frame.C - 1]
@@ -248,13 +260,18 @@ def _walked(
     is_whole: bool = False,
     from_the_end: bool = False,
 ) -> tuple[State, LinearState | None]:
-    """A walk over all runs. It returns the sums ahead of each run, [B, heads, runs, F, V], the
-    vectors ahead of each chunk, and the state behind the last run.
+    """Walks a sequence by `wide_states`: over keys, or over queries. Where the call has several
+    pieces, `whole_sums` computes the sum of each piece first. "Ahead" and "behind" are meant in the
+    direction of the walk.
+
+    Returns the sums [B, heads, runs, F, V] ahead of each run with the vectors [B, heads, chunks, F]
+    ahead of each chunk, and the state behind the last run.
 
     Args:
-      x: k, or q; and y: v, or g.
-      own: nothing of keys; inverse and e of queries, [B, H, T or more].
-      of_states: the powers, as `wide_states` takes them.
+      x: k of a walk over keys, q of a walk over queries.
+      y: v of a walk over keys, g of a walk over queries.
+      own: () in a walk over keys; inverse and e, [B, H, T or more], in a walk over queries.
+      of_states: the powers of two, as `wide_states` takes them.
       start: the state that the walk starts from.
       is_whole: whether the state behind the last run is wanted.
     """
@@ -262,7 +279,7 @@ def _walked(
     deal = call.deal if own else dataclasses.replace(call.deal, heads=spec.G)
     first, count = 0, deal.pieces - (not is_whole)
     if from_the_end:
-        # Nothing reads the sums of the first piece, but the state ahead of it.
+        # The sums of the first piece enter the state ahead of it alone, which `is_whole` asks for.
         first = deal.pieces - count
         part = dataclasses.replace(deal, first=first * deal.rows, pieces=count)
         of_piece = wide_factors.since_start_of_piece(spec, deal, call.pieces, call.borders)
@@ -301,7 +318,7 @@ def _rows_of_keys(spec: LinearAttentionSpec, of_piece: jax.Array | None) -> jax.
 def _with_factors(
     call: Call, given: Arrays, beyond: State | None, from_the_end: bool = False
 ) -> Arrays:
-    """A pass's arrays with its factors, and with what it reads of the other side."""
+    """The arrays of a pass, with the factors of its rows and the states of the other side."""
     factors = call.factors
     if factors is None:
         return given
@@ -320,15 +337,16 @@ def _with_factors(
 
 
 def _together(*of_heads: jax.Array) -> jax.Array:
-    """Powers as kernels take them, [B, G, their number]."""
+    """Powers of two, [B, G] each, as one array [B, G, n]."""
     return jnp.stack(of_heads, axis=2)
 
 
 def _query_gradient(
     call: Call, arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array], kept: States
 ) -> Left:
-    """dq, inverse, e and, with a decay, flows; the rows [B, H, T up to a whole unit] in float32.
-    Of q, k, v and g. In float16 also features and cotangents, and inverse is divided by c."""
+    """dq, and for each row inverse, e and, with a decay, flows, [B, H, T up to a whole unit] in
+    float32. In float16 also the largest features and cotangents of each row, and inverse is divided
+    by c. `arrays` are q, k, v and g."""
     spec, by, (q, k, v, g) = call.spec, kept.powers, arrays
     given = Arrays(g, v, k, *kept.ahead, q)
     if by is not None:
@@ -349,8 +367,8 @@ def _in_powers(
     left: Left,
     end: LinearState | None,
 ) -> tuple[wide_powers.OfQueries, tuple[jax.Array, jax.Array]]:
-    """The powers of what queries add, and inverse and e of rows, 0 where there are none. Inverse
-    has the power of queries."""
+    """The powers of two for the sums over queries; and inverse, times the power of queries, and e.
+    Both are 0 in rows behind the end of the sequence."""
     there = jnp.arange(left.inverse.shape[2], dtype=jnp.int32) < spec.T
     rows = left.inverse, left.e, left.features, left.cotangents
     inverse, e, features, cotangents = (jnp.where(there, x, 0.0) for x in rows)
@@ -359,8 +377,8 @@ def _in_powers(
 
 
 def _times(own: Sequence[jax.Array], factor: jax.Array) -> tuple[jax.Array, ...]:
-    """inverse of rows times a factor, and e, in as many rows as are in both; the factor of keys,
-    which have neither."""
+    """The numbers of rows that a walk takes. Of queries: inverse times the factor, and e, cut to
+    the shorter length of the two. Of keys, which have neither: the factor."""
     if not own:
         return (factor,)
     inverse, e = own
@@ -376,7 +394,7 @@ def _piece_sums(
     y: jax.Array,
     of_rows: Sequence[jax.Array] = (),
 ) -> State:
-    """As `whole_sums`, but [B, heads, P, V, F]."""
+    """The result of `whole_sums`, with kv transposed to [B, heads, P, V, F]."""
     deal = dataclasses.replace(deal, heads=deal.heads * blocks_of_state(spec))
     kv, k_sum = whole_sums(spec, deal, name, x, y, of_rows)
     return jnp.swapaxes(kv, 3, 4), k_sum

@@ -1,17 +1,19 @@
-"""The gradients of keys and values of 129 to 256 columns that every query sees, as in
-`whole_key_gradient.py`, of R [F, V] (16 bits) and u [F]:
+"""dk and dv [B, T, G, D] of heads of 129 to 256 columns, where every query sees every key.
+
+`bidirectional.py` launches it with R [F, V], in the dtype of tiles, and u [F], the sums over all
+queries. `whole_key_gradient.py` is the same for heads of up to 128 columns; read it first.
 
     dv_j = R^T phi(k_j)
     dk_j = (R v_j + u) phi'(k_j)
 
-    memory       loads R and u of a head, and chunks of k and of v by turns, as slots come free
-    gradients    each 64 columns of both: maps its own of k in place, and where all have multiplied
-                 these, dv lies in their place, and dk in v's
+    memory       loads R and u of a head, and by turns chunks of k and v, into one ring of slots
+    gradients    each warpgroup has 64 columns of dk and dv. It maps its columns of k in place; when
+                 all have multiplied by phi(k), it stores dv from its place, and later dk from v's
 
-In float16 (`whole_units.py`) R comes in a unit of its head, by which products are multiplied; where
-there is a normaliser phi(k) are shares, which are multiplied by `LARGEST`. Without one phi(k) is
-rounded in a unit of its row, by which dv is multiplied. The warpgroups exchange what is largest in
-their own columns (identity's features are exact and have no unit).
+In float16 (`whole_units.py`) R has a unit of its head, by which products are multiplied. With a
+normaliser phi(k) becomes shares, which are multiplied by `LARGEST`. Without one phi(k) is rounded
+in a unit of its row, by which dv is multiplied; for this unit the warpgroups exchange the largest
+magnitudes of their columns. Features of identity are exact and have no unit.
 """
 
 from __future__ import annotations
@@ -43,10 +45,15 @@ def wide_key_gradient(
     units: jax.Array | None = None,
     inverse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, of r [B, G, F, V] in the dtype of tiles and u [B, G, F] in float32; 0 in rows
-    behind the lengths [B] of keys. In float16
-    `units` [B, G] float32 are those of r, and with a normaliser `inverse` [B, G, F] float32 is
-    `LARGEST` / z."""
+    """dk and dv, which are 0 in rows behind the lengths of keys.
+
+    Args:
+      r: [B, G, F, V] in the dtype of tiles.
+      u: [B, G, F] float32.
+      lengths: [B] of keys.
+      units: [B, G] float32 of r, in float16.
+      inverse: [B, G, F] float32, `LARGEST` / z, in float16 with a normaliser.
+    """
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     workers = spec.D // HALF
     warpgroups = workers + 1
@@ -123,7 +130,7 @@ def wide_key_gradient(
         def write_piece(item: Item) -> None:
             plgpu.barrier_wait(r_loaded)
             unit: Any = None if units_ref is None else units_ref[item.batch, item.head]
-            # Shares come times `LARGEST`, and so does what dk is multiplied by.
+            # Shares, and the factor `inverse` of dk, contain `LARGEST`.
             unit_of_shares = unit if inverse_ref is None else unit * (1 / LARGEST)
 
             def inverse_of_own() -> jax.Array:
@@ -139,7 +146,7 @@ def wide_key_gradient(
                 count = item.rows_within(chunk, lengths_ref)
 
                 def let_go(tile: Any) -> None:
-                    """Of what was stored from its place before the product that is in flight."""
+                    """Releases a slot from which a result was stored, while a product runs."""
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
                     @pl.when(tile >= 0)

@@ -1,23 +1,25 @@
-"""Powers of two for float16 in the passes over runs of heads of 129 to 256 columns.
+"""Powers of two for float16 in `wide_states.py` and `wide_runs.py`, [B, heads] float32 each.
 
-Sums and features may be far below float16's smallest normal number, 2^-14, or above its largest. So
-whatever is rounded is multiplied by a power of two first, one for each head unless the table says
-otherwise, which brings the largest magnitude, or a bound of it, to between `LARGEST` and twice
-that:
+Sums and features may be far below float16's smallest normal number, 2^-14, or above its largest
+one. So each operand is multiplied by a power of two before it is rounded. The power brings the
+largest magnitude of the operand, or a bound of it, to between `LARGEST` of `powers.py` and twice
+that. There is one power for each head, unless the table says otherwise; XLA computes them:
 
-    keys      c     phi(k) c
-    state     s     S c s, whose bound is c sum_j max phi(k_j) max |v|
-    queries   p     phi(q) inverse p / c: kernels find inverse / c, since z comes times c
-    sums      r     R p r / c, whose bound is p / c sum_i max phi(q_i) inverse_i max |g_i|
-    pairs     w     (g_i . v_j - e_i) w, whose bound is D max |g| max |v| + max |e|; in DQ, where e
-                    is not known, w is the row's, by its g_i
-    shares    f     phi'(q_i) . phi(k_j) f, whose bound is D times both largest magnitudes, as their
-                    powers leave them; in OUT phi(q_i) has a power of its own, and f is the row's.
-                    A row far below the bound is raised once more in each chunk, before it is
-                    rounded: `add_chunk` in `wide_run_rows.py`
+    power         operand, and what the power follows from
+    keys     c    phi(k) c, from the largest phi(k)
+    state    s    S c s, from the bound c sum_j max phi(k_j) max |v|
+    queries  p    phi(q) inverse p / c, from the largest phi(q) inverse / c: the kernels multiply z
+                  by c, so they compute inverse / c
+    sums     r    R p r / c, from the bound p / c sum_i max phi(q_i) inverse_i max |g_i|
+    pairs    w    (g_i . v_j - e_i) w, from the bound D max |g| max |v| + max |e|. In DQ, where e is
+                  not known yet, each row has its own w, from its g_i
+    shares   f    phi'(q_i) . phi(k_j) f, from D times the largest magnitudes of the two scaled
+                  factors. In OUT phi(q_i) has a power for each row, and so has the product. A row
+                  that is far below the bound is multiplied by a further power in each chunk
+                  (`add_chunk` in `wide_run_rows.py`)
 
-Powers are undone where what is found leaves the kernels, or cancel in a quotient. A number keeps
-all of its digits down to 2^-28 of the largest one that has the same power.
+The kernels divide their results by the powers, or the powers cancel in a quotient. A number keeps
+all of its digits down to 2^-28 of the largest number with the same power.
 """
 
 from __future__ import annotations
@@ -32,25 +34,25 @@ from ato_jax.ops.linear_attention.mosaic_gpu import frame, powers
 from ato_jax.ops.linear_attention.mosaic_gpu.powers import power_of
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
-# The columns of the array in which a pass gets its powers. SUMS is s or r. PAIRS is w; or where the
-# power is a row's, D times the largest number that its numbers are multiplied with.
+# The columns of the array of powers that a pass reads. SUMS is s or r. PAIRS is w; in OUT and DQ,
+# where each row has its own power, it is D times the largest magnitude of the other factor instead.
 KEYS, SUMS, PAIRS, QUERIES, SHARES = range(5)
-# No power of a bound is larger: products of two, and of one with a sum, stay finite in float32.
+# The largest power: products of two powers, and of a power with a sum, stay finite in float32.
 MOST = 2.0**60
-MOST_OF_ROWS = 2.0**40  # by which a sum is multiplied that has other powers already
+MOST_OF_ROWS = 2.0**40  # the largest further power of a row, whose sum is scaled by others already
 
 
 class OfKeys(NamedTuple):
-    """[B, G] float32 each."""
+    """Numbers of each head of keys, [B, G] float32."""
 
     keys: jax.Array  # c
     state: jax.Array  # s
     features: jax.Array  # the largest magnitude of phi(k) c
-    values: jax.Array  # that of v
+    values: jax.Array  # the largest magnitude of v
 
 
 class OfQueries(NamedTuple):
-    """[B, H] float32 each."""
+    """Powers of each query head, [B, H] float32."""
 
     queries: jax.Array  # p
     sums: jax.Array  # r
@@ -59,7 +61,7 @@ class OfQueries(NamedTuple):
 
 
 def of_keys(spec: LinearAttentionSpec, inputs: Inputs) -> OfKeys | None:
-    """None where numbers are only rounded."""
+    """The powers of keys and states; None in bfloat16, which needs none."""
     if not mosaic.has_units(frame.tiling(spec).dtype):
         return None
     rises, rows = powers.largest_of_keys(spec, inputs)
@@ -82,12 +84,13 @@ def of_queries(
     e: jax.Array,
     end: LinearState | None,
 ) -> OfQueries:
-    """H = G.
+    """The powers that follow from queries, with H = G.
 
     Args:
+      by: the powers of keys.
       features: the largest magnitude of phi(q_i) inverse_i / c, [B, H, T or more].
-      cotangents: that of g_i.
-      e: as the kernels find it. All three are 0 in rows that there are not.
+      cotangents: the largest magnitude of g_i, of the same shape.
+      e: of each row, of the same shape. All three are 0 in rows behind the last one.
       end: the cotangent of the state behind the sequence.
     """
     features, cotangents = _finite(features), _finite(cotangents)
@@ -103,7 +106,7 @@ def of_queries(
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """Rows that are not finite are no reason to lose all others."""
+    """Rows that are not finite count as 0, so that they do not spoil the power of all others."""
     return jnp.where(jnp.isfinite(x), x, 0.0)
 
 

@@ -1,26 +1,31 @@
-"""The gradient of queries of 129 to 256 columns that see every key, as in
-`whole_query_gradient.py`: with g the cotangent of out, S [F, V] and z [F] of all keys,
+"""dq [B, T, H, D] of heads of 129 to 256 columns, where every query sees every key.
+
+`bidirectional.py` launches it with S [F, V] and z [F], the sums over all keys.
+`whole_query_gradient.py` is the same for heads of up to 128 columns; read it first. With g the
+cotangent of out:
 
     G_i   = g_i S^T,  den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, least)
     e_i   = phi(q_i) . G_i / den_i,  0 where den_i <= least
     dq_i  = (G_i - e_i z) inverse_i phi'(q_i)
 
-Unnormalised, inverse is 1 and e is 0: S comes scaled. Else both are left in memory for the sums
-over the queries, for which there is no room beside S (`whole_sums.py`).
+Without a normaliser inverse is 1 and e is 0, and S contains the scale. With one, inverse and e of
+each row are written for `whole_sums.py`, which computes the sums over queries: beside S there is no
+room for them here.
 
     memory    loads S of a head, and chunks of q and g, as slots come free
-    dq        a warpgroup for each 64 columns; once all have multiplied g, dq takes g's place
+    dq        each warpgroup has 64 columns of dq, which take g's place once all have multiplied g
 
-The columns meet once a chunk, to add up e and den. z is read from memory: there is no room for it.
+Once a chunk the warpgroups exchange their terms of e and den. z is read from global memory, since
+neither registers nor shared memory have room for it.
 
-In float16 (`whole_units.py`) S comes in a unit of its head. Where there is a normaliser it comes as
-means b of the values, and of shares w of a query
+In float16 (`whole_units.py`) S has a unit of its head. With a normaliser S is passed as means b of
+the values, and with the shares w of a query
 
     P_i  = g_i b^T,  w_i = phi(q_i) z inverse_i,  e_i = w_i . P_i
     dq_i = (P_i - e_i) phi'(q_i) z inverse_i
 
-The factors of P_i - e_i are multiplied in this order: their product is 0 where phi' is, and near 1
-at most where phi' is about phi(q_i), though z inverse_i may be large.
+phi'(q_i) z inverse_i is multiplied from left to right: z inverse_i alone may be large, while the
+product is 0 where phi' is 0, and about 1 at most where phi' is about phi(q_i).
 """
 
 from __future__ import annotations
@@ -51,22 +56,28 @@ def wide_query_gradient(
     units: jax.Array | None = None,
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """dq; and where there is a normaliser inverse and e [B, H, T up to a whole chunk], float32. Of
-    s [B, G, F, V] in the dtype of tiles, z [B, G, F] and least [B, G] in float32. In float16 with a
-    normaliser s are means; otherwise `units` [B, G] float32 are those of s. Rows behind the lengths
-    [B] of queries have no gradient, and an e of 0."""
+    """dq; and with a normaliser inverse and e, [B, H, T up to a whole chunk] float32 each. Rows
+    behind the lengths of queries have a gradient and an e of 0.
+
+    Args:
+      s: [B, G, F, V] in the dtype of tiles; in float16 with a normaliser the means b.
+      z: [B, G, F] float32.
+      least: [B, G] float32, the least denominator.
+      units: [B, G] float32 of s, in float16 without a normaliser.
+      lengths: [B] of queries.
+    """
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
     of_shares = mosaic.has_units(tiling.dtype) and spec.normalize
     workers = spec.D // HALF
     warpgroups = workers + 1
-    # Of q, and of g, which is there until the next chunk's product: what S leaves room for.
+    # As many slots of q and g as fit beside S. dq stays in g's slot until the next chunk's product.
     q_slots, slots = (1, 2) if workers > 3 else (2, 4)
     scratch = dict(
         q_s=tiling.of_rows(q_slots, workers, C, HALF),
         g_s=tiling.of_rows(slots, workers, C, HALF),
         s_s=tiling.shared(workers, HALF, spec.V),
-        # Of e and den; then of the first what is left of each row, inverse and e.
+        # Each warpgroup's terms of e and den; then, in the first one's place, inverse and e.
         parts_s=plgpu.SMEM((workers, 2, C), F32),
         q_loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=q_slots),
         q_free=plgpu.Barrier(num_arrivals=workers, num_barriers=q_slots),
@@ -131,7 +142,7 @@ def wide_query_gradient(
             plgpu.barrier_wait(s_loaded)
 
             def z() -> jax.Array:
-                """Read where it is needed: there are no registers to keep it in."""
+                """z, loaded at each use: there are no registers to keep it in."""
                 of_own = z_ref.at[(*of_head, pl.ds(own * HALF, HALF))]
                 return mosaic.in_rows(load(of_own, OF_COLUMNS, optimized=False), C)
 
@@ -144,7 +155,7 @@ def wide_query_gradient(
                     plgpu.barrier_wait(q_loaded.at[q_slot])
                     x = load(q_s.at[q_slot, own])
                     phi_q = mosaic.kept(maps.unrounded(x), count)
-                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                    plgpu.commit_smem()  # these reads finish before the next load overwrites them
                     plgpu.barrier_arrive(q_free.at[q_slot])
                     # The chunk before has been stored by now.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,4 +1,5 @@
-"""The arrays of the passes in `wide_runs.py`, in global memory."""
+"""Inputs and outputs in global memory of the four passes of `wide_runs.py`, whose docstring defines
+x, y, p and T. `wide_heads.py` fills `Arrays` and reads `Left`."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ class Pass(enum.Enum):
 
 
 class Beyond(NamedTuple):
-    """The fields of `Arrays` that differ by side, for the other side of a run. A pass whose rows
-    see both sides reads these, too."""
+    """The fields of `Arrays` of the other side of a run, for passes whose rows see both sides."""
 
     states: Any
     vectors: Any
@@ -25,47 +25,40 @@ class Beyond(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """A pass's inputs, in the order of its operands: x, y and p of its table; S and z or R and u as
-    `wide_states` leaves them; q for DQ and k for DK; inverse and e of the rows of q; and v for DV,
-    which is the x of DK, where pairs are weighed for a decay's gradient.
-
-    Four are of `wide_factors.Factors`, where there are any: `sums`; `limit`, the first row that a
-    row sees, or from the end the last one; what it reads of its run's state; and, for DQ, of its
-    chunk's. `beyond` has those of the other side, where rows see both; and `undivided` then says
-    which runs are of one document. In float16 `powers` [B, G, 3 or 5] float32 are those of
-    `wide_powers.py`."""
+    """The inputs of a pass, in the order of the kernel's operands."""
 
     x: Any
     y: Any
     p: Any
-    states: Any
-    vectors: Any
-    reader: Any = None
-    inverse: Any = None
-    e: Any = None
-    held: Any = None
-    sums: Any = None
-    limit: Any = None
-    reads: Any = None
-    reads_of_chunk: Any = None
-    powers: Any = None
+    states: Any  # S or R of each run, as `wide_states` returns them
+    vectors: Any  # z or u of each chunk, as `wide_states` returns them
+    reader: Any = None  # q in DQ, k in DK: the rows that found is finished with
+    inverse: Any = None  # of the rows of q
+    e: Any = None  # of the rows of q
+    held: Any = None  # v in DV, where the pass sums over pairs for a decay's gradient
+    # The next four are fields of `wide_factors.Factors`; None without a decay and segments.
+    sums: Any = None  # L of each row
+    limit: Any = None  # the first row that a row sees; in DV and DK the last one
+    reads: Any = None  # the factor of what a row reads of its run's state
+    reads_of_chunk: Any = None  # in DQ, the factor of what a row reads of its chunk's z
+    powers: Any = None  # [B, G, 3 or 5] float32 in float16 (`wide_powers.py`)
     beyond: Beyond | None = None
-    undivided: Any = None
+    undivided: Any = None  # which runs lie inside one segment, where rows see both sides
 
 
 class Left(NamedTuple):
-    """The outputs of a pass. With a normaliser DQ writes `inverse` and `e`. With a causal decay per
-    step DQ and DK write `flows`, the numbers of rows from which its gradient is made
-    (`scans/flows.py`); with any other decay DQ and DV do, and where rows see both sides
-    `flows_beyond`, too, while DV writes `within` and `seen_within` (`wide_run_flows.py`). In
-    float16 DQ writes the largest magnitude in each row of phi(q) and of g."""
+    """The outputs of a pass: found, and a float32 number of each row in the other arrays.
+
+    With a causal decay per step DQ and DK write `flows`, from which XLA computes the decay's
+    gradient (`scans/flows.py`). With any other decay DQ and DV write it, and the sums over pairs
+    that `wide_run_flows.py` defines."""
 
     found: Any
-    inverse: Any = None
-    e: Any = None
+    inverse: Any = None  # by DQ, with a normaliser
+    e: Any = None  # by DQ, with a normaliser
     flows: Any = None
-    flows_beyond: Any = None
-    within: Any = None
-    seen_within: Any = None
-    features: Any = None
-    cotangents: Any = None
+    flows_beyond: Any = None  # where rows see both sides
+    within: Any = None  # by DV
+    seen_within: Any = None  # by DV
+    features: Any = None  # by DQ in float16: the largest magnitude of phi(q_i)
+    cotangents: Any = None  # by DQ in float16: the largest magnitude of g_i

@@ -1,9 +1,10 @@
-"""Sums that OWN leaves of each row for the gradient of a decay (`scans/run_flows.py`), where it is
-per head or rows see both sides.
+"""Sums over pairs for the gradient of a decay: one number for each row, [B, H, T] float32 each.
 
-With M[i, j] what the pair of query i and key j adds to the loss's derivative by its own exponent,
+The role OWN of `wide_runs.py` computes them in DQ and DV, where the decay is per head, or per step
+and rows see both sides. `scans/run_flows.py` computes the decay's gradient from them. Let M[i, j]
+be the derivative of the loss by the exponent of the pair's decay:
 
-    M[i, j] = phi'(q_i) . phi(k_j) (g_i . v_j - e_i) times what the decay leaves between them
+    M[i, j] = phi'(q_i) . phi(k_j) (g_i . v_j - e_i) times the decay between i and j
 
     DQ    flows_i         = sum of M[i, j] over the keys ahead of i's run
           flows_beyond_i  = sum of M[i, j] over the keys behind it, where rows see both sides
@@ -14,11 +15,11 @@ With M[i, j] what the pair of query i and key j adds to the loss's derivative by
           seen_within_i   = with a decay per step, the sum of the sign of i - j times M[i, j] over
                             the keys of each chunk of i's run
 
-The sums over other runs come from the product with the state, before any chunk is added to it: its
-rows are multiplied by phi(q_i), or by v_j. Where rows see both sides DQ keeps q of the own rows in
-shared memory, else the ring brings it once more. DV keeps v of the own rows there, and multiplies
-it by g of each chunk for the pairs of the run. Each pair is made once in `within` and once in
-`seen_within`, from the same rounded factors, so that the two cancel in running sums.
+The sums over other runs follow from the product x T, before the pairs of the run are added to it:
+row i of g S^T is multiplied by phi(q_i), and row j of phi(k) R by v_j. For this DQ keeps q of the
+own rows in shared memory where rows see both sides, else the ring brings q twice. DV keeps v, and
+multiplies it by g of each chunk for the pairs of the run. `within` and `seen_within` contain each
+pair once each, computed from the same rounded factors, so the two cancel in running sums.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
 )
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 
-# What rows read of one side, [64] each: of DQ the sums over a row's features of phi(q) G and, with
-# a normaliser, of phi(q) z, where G and z are of the keys on that side of the run; of DV the sums
-# of v times the values, and of phi(k) u, where both are of the queries there.
+# Two numbers for each own row, [64] each, from the state on one side of the run. In DQ phi(q) . G
+# and, with a normaliser, phi(q) . z, where G = g S^T and z are of the keys on that side. In DV
+# v . (R^T phi(k)) and phi(k) . u, where R and u are of the queries on that side.
 OfSide = tuple[Any, Any]
 
 
 def read_by_queries(runs: Runs, item: Item, found: Found) -> OfSide:
-    """`found` is the product of g with the state. Lets go of the tiles of q."""
+    """The numbers of DQ where rows see one side. `found` is g S^T. Releases the tiles of q."""
     for other in range(UNIT):
         slot = runs.wait(runs.tile_of_first_reader(item, other))
         pl.when(other != mosaic.group())(functools.partial(runs.let_go, slot))
@@ -81,7 +82,7 @@ def read_by_queries(runs: Runs, item: Item, found: Found) -> OfSide:
 def _with_features(
     runs: Runs, item: Item, block: int, sums: OfSide, q: Any, read: jax.Array, side: int
 ) -> OfSide:
-    """`sums` and what 64 columns of phi(q) add. `read`: those of the product with the state."""
+    """Adds the terms of 64 columns of phi(q) to `sums`. `read` has these columns of g S^T."""
     of_g, of_z = sums
     q = load(q)
     if runs.arrays.powers is not None:
@@ -99,7 +100,7 @@ def _with_features(
 def with_block(
     runs: Runs, item: Item, block: int, sums: Sequence[OfSide], reads: Sequence[jax.Array]
 ) -> list[OfSide]:
-    """For each side, `sums` and what 64 columns of the product with its state add."""
+    """Adds the terms of 64 columns to the sums of each side; `reads` are x T of each side."""
     held = runs.block_in(runs.held_tiles.at[mosaic.group()], block)
     found = []
     for side, (own, read) in enumerate(zip(sums, reads, strict=True)):
@@ -113,20 +114,20 @@ def with_block(
 def leave_flows_of_queries(
     runs: Runs, item: Item, sides: Sequence[OfSide], inverse: Any, e: Any, found: Any
 ) -> None:
-    """`found` undoes the scale of G in float16."""
+    """Writes the flows of DQ for each side. `found` undoes the scale of G in float16."""
     left = runs.left.flows, runs.left.flows_beyond
     for ref, (of_g, of_z), reads in zip(left, sides, runs.reads, strict=False):
         of_g = of_g if found is None else of_g * found
         if e is None:
             sums = of_g
         else:
-            # With one side its factor is in `of_z` already.
+            # With one side `of_z` contains its factor already.
             sums = of_g - e * (of_z * of_own(runs, item, reads) if runs.both_ways else of_z)
         leave(runs, item, ref, sums * inverse)
 
 
 def read_by_keys(runs: Runs, item: Item, found: Found) -> OfSide:
-    """`found` is the product of phi(k) with the state."""
+    """The numbers of DV where rows see one side. `found` is phi(k) R."""
     runs.own.held_loaded.wait(mosaic.slot_of(mosaic.group(), UNIT))
     sums: OfSide = 0.0, 0.0
     for block in range(runs.blocks):
@@ -138,8 +139,8 @@ def read_by_keys(runs: Runs, item: Item, found: Found) -> OfSide:
 def _with_values(
     runs: Runs, item: Item, block: int, sums: OfSide, v: Any, read: jax.Array, side: int
 ) -> OfSide:
-    """`sums` and what 64 columns of v and phi(k) add. `read`: those of the product with the
-    state."""
+    """Adds the terms of 64 columns of v and phi(k) to `sums`. `read` has these columns of
+    phi(k) R."""
     of_v, of_u = sums
     of_v = of_v + jnp.sum(load(v) * read, axis=1)
     phi = load(runs.block_in(runs.x.at[mosaic.group()], block)).astype(F32)
@@ -149,6 +150,7 @@ def _with_values(
 def leave_flows_of_keys(
     runs: Runs, item: Item, own: Powers | None, sides: Sequence[OfSide]
 ) -> None:
+    """Writes the flows of DV for each side."""
     left = runs.left.flows, runs.left.flows_beyond
     for ref, (of_v, of_u), reads in zip(left, sides, runs.reads, strict=False):
         of_u = of_u * of_own(runs, item, reads)
@@ -158,26 +160,27 @@ def leave_flows_of_keys(
 
 
 def within_chunk(runs: Runs, item: Item, mine: Own, chunk: Any, w: jax.Array, g: Any) -> jax.Array:
-    """What queries of a chunk of the run add to `within`, [64].
+    """The terms of `within` from the queries of a chunk of the run, for the own keys, [64].
 
     Args:
-      w: phi'(q_i) . phi(k_j) times what the decay leaves, [64, 64]; in float16 with the powers of
-        the product with the state.
-      g: the chunk's tile.
+      chunk: the chunk's number in the sequence.
+      w: phi'(q_i) . phi(k_j) times the decay between them, [64, 64], keys as rows; in float16
+        scaled as found is.
+      g: the chunk's tile of g.
     """
     start = mosaic.zeros(C, C)
     if runs.spec.normalize:
         source = runs.arrays.e.at[item.batch, item.head, rows_of(chunk)]
         start = start - mosaic.in_rows(load(source, OF_COLUMNS, optimized=False), C)
-    # Else its addresses would be kept in registers through the loop over chunks.
+    # The 0 that no compiler knows keeps the tile's addresses out of registers between chunks.
     held = runs.held_tiles.at[mosaic.plus_zero(mosaic.group(), chunk)]
     (of_pairs,) = multiply((start, runs.factors(held, g)))
     return jnp.sum(w * of_pairs * _apart(runs, mine.chunk, chunk), axis=1)
 
 
 def leave_seen_within(runs: Runs, item: Item, mine: Own, chunk: Any, w: jax.Array, g: Any) -> None:
-    """Writes `seen_within` of the queries of a chunk of the run, for the own keys. `w` is as
-    `within_chunk` has it, with queries as rows."""
+    """Writes `seen_within` for the queries of a chunk of the run, summed over the own keys. `w` is
+    that of `within_chunk`, with queries as rows."""
     start = mosaic.zeros(C, C)
     if runs.spec.normalize:
         source = runs.arrays.e.at[item.batch, item.head, rows_of(chunk)]
@@ -191,8 +194,9 @@ def leave_seen_within(runs: Runs, item: Item, mine: Own, chunk: Any, w: jax.Arra
 
 
 def _apart(runs: Runs, of_rows: Any, of_columns: Any) -> jax.Array:
-    """How far each column's row of the sequence is behind each row's, [64, 64], given the chunks of
-    both; where rows see both sides without a sign, or with a decay per step the sign alone."""
+    """The factor of M[i, j], [64, 64]: the distance from the row of the sequence that a row of the
+    tile stands for to the one that a column stands for. Where rows see both sides it is the
+    absolute distance, and with a decay per step its sign. The arguments are chunks of the two."""
     rows, columns = (
         plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=layout)
         for layout in (OF_ROWS, OF_COLUMNS)

@@ -1,5 +1,5 @@
-"""Numbers of the own rows in `wide_run_rows.py`: what arrays hold of them, factors, and powers of
-two in float16."""
+"""Numbers of single rows for the role OWN of `wide_runs.py`: loads of factors, of z and u, and the
+powers of two in float16. A warpgroup has 64 own rows; a number of each is [64] in registers."""
 
 from __future__ import annotations
 
@@ -24,37 +24,36 @@ Found = tuple[jax.Array, ...]  # [64, D], in parts of as many columns as a produ
 
 
 class Powers(NamedTuple):
-    """The factors by which a warpgroup scales its numbers in float16 (`wide_powers.py`). Each is a
-    number, or one number for each of its rows, [64]."""
+    """The powers of two by which a warpgroup scales its operands in float16 (`wide_powers.py`).
+    Each is one number, or a number for each own row, [64]."""
 
     keys: Any  # c, which scales phi(k)
     row: Any  # scales phi(q) of the own rows in OUT; 1 in all other passes
     pairs: Any  # scales w[i, j]
-    state: Any  # scales x_i T as the sum of w[i, j] p_j is scaled
+    state: Any  # brings x_i T to the scale of the sum of w[i, j] p_j
     found: Any  # undoes the scale of that sum
 
 
 class Own(NamedTuple):
-    """A warpgroup's own rows: their chunk, the turn at which it comes, L of each row with a decay,
-    and with segments the limits of what each row sees, [64]; and the powers of two, in float16."""
+    """A warpgroup's own rows."""
 
-    chunk: Any
-    turn: Any
-    sums: jax.Array | None
-    limit: jax.Array | None
-    limit_beyond: jax.Array | None
-    powers: Powers | None
+    chunk: Any  # its number in the sequence
+    turn: Any  # at which the ring brings y and p of this chunk
+    sums: jax.Array | None  # [64]: L of each row, with a decay
+    limit: jax.Array | None  # [64]: with segments `Arrays.limit`
+    limit_beyond: jax.Array | None  # [64]: and `Beyond.limit`
+    powers: Powers | None  # in float16
 
 
 def of_own(runs: Runs, item: Item, ref: Any) -> Any:
-    """What an array holds of the own rows, [64]; None where there is no array."""
+    """The numbers of the own rows in an array, [64]; None where there is no array."""
     if ref is None:
         return None
     return of_rows_in(runs, item, ref, runs.own_chunk(item, mosaic.group()))
 
 
 def of_rows_in(runs: Runs, item: Item, ref: Any, chunk: Any) -> Any:
-    """What an array holds of a chunk's rows, [64]; None where there is no array."""
+    """The numbers of a chunk's rows in an array, [64]; None where there is no array."""
     if ref is None:
         return None
     rows = rows_of(chunk)
@@ -63,8 +62,8 @@ def of_rows_in(runs: Runs, item: Item, ref: Any, chunk: Any) -> Any:
 
 
 def powers_of(runs: Runs, item: Item) -> Powers | None:
-    """The factors of a unit whose x has been loaded; None in bfloat16. DQ also writes the largest
-    magnitude of each row of g."""
+    """The powers of a unit whose x has been loaded; None in bfloat16. In DQ it also writes the
+    largest magnitude of each row of g."""
     if runs.arrays.powers is None:
         return None
     keys, sums = (runs.power(item, number) for number in (wide_powers.KEYS, wide_powers.SUMS))
@@ -86,7 +85,7 @@ def powers_of(runs: Runs, item: Item) -> Powers | None:
 
 
 def largest_of_x(runs: Runs) -> jax.Array:
-    """The largest magnitude in each own row, [64]: of phi(q) in OUT, and of x in DQ."""
+    """The largest magnitude in each own row, [64]: of phi(q) in OUT, of g in DQ."""
     found: Any = None
     for block in range(runs.blocks):
         x = load(runs.block_in(runs.x.at[mosaic.group()], block))
@@ -106,7 +105,7 @@ def times(found: jax.Array, reads: Any) -> jax.Array:
 
 
 def vector_of(runs: Runs, item: Item, block: int, side: int) -> jax.Array:
-    """64 columns of z or u, in all rows."""
+    """64 columns of z or u, repeated in all rows, [64, 64]."""
     if runs.has_vector:
         own = load(runs.own.vector.at[mosaic.group(), columns_of(block)], OF_COLUMNS)
     else:
@@ -117,7 +116,7 @@ def vector_of(runs: Runs, item: Item, block: int, side: int) -> jax.Array:
 
 
 def vectors_times(runs: Runs, item: Item, block: int, reads: Sequence[Any]) -> jax.Array:
-    """The sum of both sides' vectors in 64 columns, [64, 64], each times its factor of the row."""
+    """The sum over sides of 64 columns of z or u times the row's factor for that side, [64, 64]."""
     found = mosaic.zeros(C, HALF)
     for side, own in enumerate(reads):
         found = found + times(vector_of(runs, item, block, side), own)
@@ -125,7 +124,7 @@ def vectors_times(runs: Runs, item: Item, block: int, reads: Sequence[Any]) -> j
 
 
 def reads_of_states(runs: Runs, item: Item, own: Powers | None) -> list[Any]:
-    """For each side, the factor of a row's product with the state of that side; None is 1."""
+    """For each side the factor of x T, [64]; None stands for 1."""
     found = [of_own(runs, item, ref) for ref in runs.reads]
     if own is None:
         return found
@@ -138,7 +137,7 @@ def block_in(found: Sequence[jax.Array], block: int) -> jax.Array:
 
 
 def leave(runs: Runs, item: Item, ref: Any, of_rows: Any) -> None:
-    """Writes a number of each own row, where there is an array for them."""
+    """Writes a number for each own row, if there is an array for it."""
     if ref is not None:
         rows = rows_of(runs.own_chunk(item, mosaic.group()))
         ref.at[item.batch, item.head, rows][...] = of_rows

@@ -1,4 +1,10 @@
-"""What OWN does in `wide_runs.py`: each of its warpgroups makes 64 rows of what is found."""
+"""The role OWN of `wide_runs.py`: each of its two warpgroups computes 64 rows of a pass's result.
+
+`write_unit` is the order of the work: x is mapped to features (`map_rows`), multiplied by the state
+(`read_state`), and by the pairs of each chunk that the rows see (`add_chunk`); the result is
+finished and stored by `write_found`, `write_query_gradient` or `write_key_gradient`. found [64, D]
+is a tuple of accumulators, one for each of `Runs.parts`. "Own" rows are those of the warpgroup.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +49,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     rows_of,
 )
 
-# x times it, less that less x, is x rounded to the digits of float16.
+# With y = DIGITS x in float32, y - (y - x) is x rounded to the 11 bits of a float16.
 DIGITS = 2.0**13 + 1
 
 
@@ -104,7 +110,8 @@ def write_unit(runs: Runs, item: Item) -> None:
 
 
 def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
-    """Maps x in place. With a normaliser returns what the run's states add to den."""
+    """Maps x to features, in place. Returns phi(q) . z of the states that the rows read, [64], with
+    a normaliser; else 0."""
     dens: list[Any] = [plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)] * runs.sides
     for block in range(runs.blocks):
         part = runs.block_in(runs.x.at[mosaic.group()], block)
@@ -140,8 +147,8 @@ def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
 def read_both_states(
     runs: Runs, item: Item, own: Powers | None
 ) -> tuple[Found, list[wide_run_flows.OfSide]]:
-    """The sum over both sides of x T times the row's factor, 64 columns of T at a time; and what
-    rows read of each side, where the pass adds up flows."""
+    """The sum over both sides of x T times the row's factor, 64 columns of T at a time; and for
+    each side the row's sums for a decay's gradient, where the pass computes them."""
     x, found = runs.x.at[mosaic.group()], []
     reads = reads_of_states(runs, item, own)
     flows: list[wide_run_flows.OfSide] = [(0.0, 0.0)] * runs.sides
@@ -165,7 +172,8 @@ def read_both_states(
 def read_state(
     runs: Runs, item: Item, own: Powers | None
 ) -> tuple[Found, list[wide_run_flows.OfSide]]:
-    """x T, with T in 64 rows at a time; and what rows read, where the pass adds up flows."""
+    """x T times the row's factor, 64 rows of T at a time; and the row's sums for a decay's
+    gradient, where the pass computes them."""
     if runs.both_ways:
         return read_both_states(runs, item, own)
     x = runs.x.at[mosaic.group()]
@@ -192,8 +200,8 @@ def read_state(
 def weights_of(
     runs: Runs, w: jax.Array, mine: Own, chunk: Any, seen_sums: jax.Array | None
 ) -> jax.Array:
-    """w [64, 64] of the own rows and those of a chunk, as the decay leaves it, 0 where a row does
-    not see the other. `seen_sums`: L of the chunk's rows."""
+    """w [64, 64] of the own rows and a chunk's rows, times the decay between them; 0 where a row
+    does not see the other. `seen_sums` is L of the chunk's rows, [64]."""
     if mine.powers is not None:
         w = times(w, mine.powers.pairs)
     i, j = mosaic.hidden_position(0), mosaic.hidden_position(1)
@@ -212,12 +220,12 @@ def weights_of(
         lost = seen - own if runs.from_the_end else own - seen
         lost = -jnp.abs(lost) if runs.both_ways else jnp.minimum(lost, 0.0)
         w = w * jnp.exp2(lost)
-    # Without the barrier the choice would make the rounding go number by number, not in pairs.
+    # Without the barrier the compiler would round the selected numbers one by one, not in pairs.
     return lax.optimization_barrier(jnp.where(sees, w, 0.0))
 
 
 def sums_of_seen(runs: Runs, item: Item, chunk: Any) -> jax.Array | None:
-    """L of a chunk's rows."""
+    """L of a chunk's rows, [64]; None without a decay."""
     if runs.arrays.sums is None:
         return None
     at = item.batch, runs.kv_head(item), rows_of(chunk)
@@ -232,6 +240,8 @@ def add_chunk(
     carried: tuple[Found, Any],
     in_two_parts: bool = False,
 ) -> tuple[Found, Any]:
+    """Adds the pairs of the own rows with the chunk at `turn` to found. The second number that is
+    carried, [64], is den in OUT and `within` in DV with flows (`wide_run_flows.py`)."""
     own, (found, den) = runs.own, carried
     chunk = runs.chunk(item, turn)
     y_slot = runs.wait(runs.tile_of_chunk(item, turn, 0))
@@ -239,7 +249,7 @@ def add_chunk(
     if runs.by_values:
         own.mapped.wait(y_slot)
     if runs.left.seen_within is not None:
-        # Ahead of all else, while registers hold no other pairs.
+        # First, while no other tile of pairs is in registers.
         p_slot = runs.wait(runs.tile_of_chunk(item, turn, 1))
         y, p = runs.tiles.at[y_slot], runs.tiles.at[p_slot]
         leave_seen_within(runs, item, mine, chunk, y, p)
@@ -263,7 +273,7 @@ def add_chunk(
         p = runs.tiles.at[p_slot]
         den = den + wide_run_flows.within_chunk(runs, item, mine, chunk, exact, p)
     if mine.powers is not None and runs.by_values:
-        # A row's shares may be far below the bound for its head, and would lose digits.
+        # A row's numbers may be far below the bound of its head, and would lose digits.
         raised = powers.power_of(jnp.max(jnp.abs(exact), axis=1), wide_powers.MOST_OF_ROWS)
         exact, found = times(exact, raised), tuple(times(part, raised) for part in found)
     w = mosaic.rounded(exact, runs.tiling.dtype)
@@ -288,15 +298,16 @@ def add_chunk(
     if runs.of is not Pass.DQ:
         runs.let_go(p_slot)
     else:
-        # The gradient of queries is made of the own keys, too.
+        # `write_query_gradient` reads the keys of the own chunk once more.
         pl.when(turn != mine.turn)(functools.partial(runs.let_go, p_slot))
     return tuple(found), den
 
 
 def leave_seen_within(runs: Runs, item: Item, mine: Own, chunk: Any, y: Any, g: Any) -> None:
-    """Sums over the own keys for each query of a chunk of the run, where the decay is per step. The
-    products are those of `add_chunk` and `within_chunk` with rows and columns exchanged: columns
-    cannot be summed in registers of one warpgroup."""
+    """Writes `seen_within` for the queries of a chunk (`wide_run_flows.py`): sums over own keys.
+
+    The products of `add_chunk` and `within_chunk` are repeated with queries as rows: an accumulator
+    in registers can be summed to a number for each row, but not to one for each column."""
     x = runs.x.at[mosaic.plus_zero(mosaic.group(), chunk)]
     (w,) = multiply((mosaic.zeros(C, C), runs.factors(y, x)))
     own_sums = sums_of_seen(runs, item, mine.chunk)
@@ -307,7 +318,8 @@ def leave_seen_within(runs: Runs, item: Item, mine: Own, chunk: Any, y: Any, g: 
 
 
 def skip_chunk(runs: Runs, item: Item, turn: Any, _: None) -> None:
-    """Every phase of a barrier has to be awaited."""
+    """Waits for the tiles of a chunk that only the other warpgroup's rows see, and releases them:
+    each phase of a barrier has to be awaited."""
     for number in range(2):
         slot = runs.wait(runs.tile_of_chunk(item, turn, number))
         if number == (0 if runs.by_values else 1):
@@ -316,7 +328,7 @@ def skip_chunk(runs: Runs, item: Item, turn: Any, _: None) -> None:
 
 
 def await_reader(runs: Runs, item: Item) -> Any:
-    """The slot of the own rows of q or k."""
+    """The slot with q or k of the own rows; None where the pass reads neither."""
     if not runs.readers:
         return None
     for other in range(UNIT):
@@ -326,11 +338,11 @@ def await_reader(runs: Runs, item: Item) -> Any:
 
 
 def write_found(runs: Runs, found: Found, den: Any, own: Powers | None) -> None:
-    """out or dv, in x's place."""
+    """Writes out or dv to x's place."""
     factor: Any = None if own is None else own.found
     if runs.normalizes:
         eps: Any = runs.spec.eps
-        if own is not None:  # den has the same powers
+        if own is not None:  # den is scaled by these powers
             eps = eps * own.row * (own.keys * own.pairs)
         factor = 1.0 / jnp.maximum(den, eps)
     elif runs.of is Pass.OUT:
@@ -349,14 +361,15 @@ def write_query_gradient(
     mine: Own,
     flows_of_sides: Sequence[wide_run_flows.OfSide],
 ) -> None:
-    """dq, in x's place, and inverse, e and flows. Where features are needed they are made once
-    more, as registers have room for 64 columns of them."""
+    """Writes dq to x's place, and inverse, e and flows. Each use of the features maps q again, 64
+    columns at a time: registers have no room for all."""
     spec, maps, x = runs.spec, runs.phi, runs.x.at[mosaic.group()]
     q = runs.held_tiles.at[mosaic.group()] if runs.holds_queries else runs.tiles.at[reader]
     k = runs.tiles.at[k_slot]
     own = mine.powers
     found = None if own is None else own.found
-    # g has been read: in its last columns is what a row sees of each key.
+    # g is no longer needed. Its last 64 columns, or 128, now hold the weight with which each row
+    # sees each key of its chunk (in two parts), for the sum z.
     last = range(1 + runs.in_two_parts)
     seen = [runs.block_in(x, runs.blocks - 1 - part) for part in last]
     if runs.normalizes:
@@ -371,7 +384,7 @@ def write_query_gradient(
     reads = [of_own(runs, item, ref) for ref in runs.reads_of_chunk]
 
     def z_of(block: int) -> jax.Array:
-        """64 columns, for each row, of the sum of phi(k) over all keys that it sees."""
+        """64 columns of z_i for each own row: the sum of phi(k) over all keys that it sees."""
         ahead = vectors_times(runs, item, block, reads)
 
         def with_own_chunk() -> jax.Array:
@@ -386,7 +399,7 @@ def write_query_gradient(
 
     def features_of(block: int) -> tuple[jax.Array, jax.Array]:
         own_q = load(runs.block_in(q, block))
-        if own is not None:  # the largest feature is one that the head has
+        if own is not None:  # else padding columns would count in the largest feature
             own_q = maps.present(own_q, block * HALF)
         return own_q, maps.unrounded(own_q, block * HALF)
 
@@ -414,7 +427,8 @@ def write_query_gradient(
     if runs.normalizes:
         inverse, e = mosaic.in_columns(inverse, HALF), mosaic.in_columns(e, HALF)
     flows: Any = 0.0
-    waiting: list[tuple[int, jax.Array]] = []  # for the block behind it, which reads `seen`
+    # Blocks of dq that are not stored yet: their place in x holds `seen`, which `z_of` reads.
+    waiting: list[tuple[int, jax.Array]] = []
     for block in range(runs.blocks):
         dq = times(block_in(G, block), found)
         if e is not None:
@@ -423,7 +437,7 @@ def write_query_gradient(
         if own is not None:
             largest = jnp.maximum(largest, jnp.max(jnp.abs(phi), axis=1))
         if has_flows:
-            # As keys see the features: rounded.
+            # The features as the keys' gradients have them: rounded.
             flows = flows + jnp.sum(as_keys_see(runs, phi * inverse) * dq, axis=1)
         dq = dq * inverse * maps.slope_of(own_q, phi)
         waiting.append((block, dq.astype(runs.tiling.dtype)))
@@ -436,9 +450,9 @@ def write_query_gradient(
 
 
 def as_keys_see(runs: Runs, x: jax.Array) -> jax.Array:
-    """phi(q_i) inverse_i as the keys' gradients multiply it: rounded, in float32. In float16 these
-    multiply it by a power of two before they round it. A power changes no digit, so here it is
-    rounded to as many digits without one."""
+    """phi(q_i) inverse_i with the rounding that it has in DV and DK, in float32. In float16 those
+    passes scale it by a power of two first, which changes no digit, so rounding to 11 bits does the
+    same here."""
     if runs.arrays.powers is None:
         return mosaic.rounded(x).astype(F32)
     raised = x * DIGITS
@@ -448,7 +462,7 @@ def as_keys_see(runs: Runs, x: jax.Array) -> jax.Array:
 def write_key_gradient(
     runs: Runs, item: Item, found: Found, reader: Any, own: Powers | None
 ) -> None:
-    """dk, in x's place, and flows."""
+    """Writes dk to x's place, and flows."""
     flows: Any = 0.0
     reads = [of_own(runs, item, ref) for ref in runs.reads]
     if own is not None:
@@ -458,7 +472,7 @@ def write_key_gradient(
         phi = runs.phi.unrounded(own_k, block * HALF)
         dk = block_in(found, block) + vectors_times(runs, item, block, reads)
         if runs.left.flows is not None:
-            # As queries see the features: rounded, and 0 in columns that a head does not have.
+            # The features as OUT and DQ have them: rounded, and 0 in padding columns.
             seen = runs.phi.present(own_k, block * HALF)
             if own is None:
                 seen = runs.phi.keys(seen, first=block * HALF)

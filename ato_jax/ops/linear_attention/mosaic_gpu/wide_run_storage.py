@@ -1,4 +1,10 @@
-"""Shared memory of the passes in `wide_runs.py`, and the order in which a unit takes its tiles."""
+"""Shared memory of `wide_runs.py`, and `Runs`, which says what each pass reads and in which order.
+
+A launch has one `Runs` for each of its passes. Its properties answer which operands a pass has and
+how it multiplies them; its methods answer, for a unit (an `Item`), how many chunks it sees and in
+which place of the ring each tile is. `each` is the loop over units that all three roles share. A
+"side" is 0 for the rows ahead of a run, or behind it in DV and DK, and 1 for the other direction.
+"""
 
 from __future__ import annotations
 
@@ -21,37 +27,38 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_arrays import Arrays, Pass
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-UNIT = 2  # chunks, one of each warpgroup of OWN
-UNITS = CHUNKS_OF_RUN // UNIT  # of a run
+UNIT = 2  # chunks of a unit, one for each warpgroup of OWN
+UNITS = CHUNKS_OF_RUN // UNIT  # units of a run
 OWN = Role("own", registers=208, warpgroups=UNIT)
 MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
 FEATURES = Role("features", registers=72)
 ROLES = mosaic.Roles((OWN, MEMORY, FEATURES))
-# A product computes at most so many columns of the result: for more, a warpgroup would need more
-# registers than it has at its launch.
+# The most columns of the result of one product: for more, a warpgroup would need more registers
+# than it has at its launch.
 MOST_COLUMNS = 128
-SHARED = 224 * 1024  # bytes of tiles, beside which vectors and barriers have room
+SHARED = 224 * 1024  # bytes for tiles; the rest of shared memory holds vectors and barriers
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
-    x: Array  # [UNIT, 64, D], or [UNIT, blocks, 64, 64]: own rows; what is found in the end
-    tiles: Array  # [slots, 64, D], or where T is turned also [slots, D, 64] in the same bytes, or
-    # [slots, blocks, 64, 64]
-    turned: Array  # the latter, where they are not the same bytes
+    x: Array  # [UNIT, 64, D] or [UNIT, blocks, 64, 64]: x of the unit's rows, in the end found
+    # [slots, 64, D] or [slots, blocks, 64, 64]. Where states are turned, the same bytes also are
+    # [slots, D, 64]; interpreted, those are an array of their own, `turned`.
+    tiles: Array
+    turned: Array
     vector: Array  # [UNIT, D] float32: z or u
-    held: Array  # as x: v of the own rows for DV, or q for DQ, where these weigh pairs
+    held: Array  # of the shape of x: v of the unit's rows in DV, or q in DQ (`Runs.holds`)
     ring: Ring  # of tiles
-    mapped: Signal  # the tile in this slot of the ring is
-    x_loaded: Signal  # x and the vector of a warpgroup
+    mapped: Signal  # the tile in this slot of the ring holds features
+    x_loaded: Signal  # x and the vector of one warpgroup of OWN are loaded
     held_loaded: Signal | None  # None without `held`
-    x_free: Signal  # x, the vector and what is held
+    x_free: Signal  # one warpgroup of OWN no longer uses x, the vector and `held`
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """The kernel: what it is of, its arrays in global memory, and its storage. `deal` counts units
-    of rows, and the heads of all passes that share a launch."""
+    """One pass: its static arguments, its arrays in global memory, and the storage. A piece of
+    `deal` is a unit, and its heads are those of all passes that share the launch."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
@@ -85,16 +92,16 @@ class Runs:
 
     @property
     def turns_states(self) -> bool:
-        """Whether tiles of T are [D, 64]. Where rows see one side these are of T transposed, 64 of
-        its rows at a time, which all of x's product adds up. Where they see both, what a row reads
-        of each side has a factor of its own, so a tile has 64 of its columns, for a whole product.
+        """Whether tiles of T lie as [D, 64]. Where rows see one side, a tile has 64 rows of T, and
+        x T is one sum over all tiles; DQ and DK read T transposed. Where rows see both sides, each
+        side has its own factor, so a tile has 64 columns of T and a sum of its own.
         """
         return self.by_values if self.both_ways else not self.by_values
 
     @property
     def parts(self) -> list[Any]:
-        """Columns of what is found that are multiplied at once. With flows DV has two products [64,
-        64] in registers beside it, and spills fewer of them where it has 64 columns."""
+        """The parts of found's columns, each the result of one product. DV with flows has two
+        products [64, 64] in registers beside found, and spills fewer registers with 64 columns."""
         in_halves = self.both_ways or self.tiling.untiled or self.of is Pass.DV and self.adds_flows
         most = HALF if in_halves else MOST_COLUMNS
         firsts = range(0, self.spec.D, most)
@@ -115,19 +122,20 @@ class Runs:
 
     @property
     def in_two_parts(self) -> bool:
-        """Whether weights of rows of the same chunk are multiplied in two parts, rounded and what
-        that leaves off.
+        """Whether w of two rows of the same chunk is multiplied in two parts: w rounded, and the
+        rest that rounding left off.
 
-        With a decay per step: its gradient is a running sum of what pairs of rows add and take, in
-        which those next to one another are far larger than their sum, and roundings add up.
+        With a causal decay per step, in DQ and DK: the decay's gradient is a running sum in which
+        pairs of near rows enter and leave, and these are far larger than the sum.
 
-        In DQ, where rows see both sides: e of a short document is made of it, and the gradients of
-        that document's keys nearly cancel.
+        In DQ with a normaliser, where rows see both sides: e follows from G, and in a short segment
+        the gradients of its keys, which e enters, nearly cancel.
 
-        In DK, where rows see both sides through a decay: the rows next to a key weigh most, and
-        where their sum is small by chance their roundings are not. Emulated in bfloat16 with a
-        decay of -0.1, inputs of scale 0.01 and 2,048 rows, the worst row is 1.2e-2 off, and 7e-3
-        with two parts. In float16 it is an eighth of that, of a fourth of the budget.
+        In DK with a normaliser, where rows see both sides through a decay in bfloat16: the rows
+        next to a key weigh most, and where their sum is small by chance the error of rounding them
+        is not. Emulated with a decay of -0.1, inputs of scale 0.01 and 2,048 rows, the worst row
+        has an error of 1.2e-2, and 7e-3 with two parts. In float16 both the error and its budget
+        are smaller: an eighth and a fourth.
         """
         if self.both_ways:
             has_decay = self.spec.decay is not None and self.spec.dtype == "bfloat16"
@@ -137,30 +145,31 @@ class Runs:
 
     @property
     def all_in_two_parts(self) -> bool:
-        """Whether those of rows of other chunks are, too: where e is made for the gradient of a
-        decay per head. All keys of a row have the same e, and features of one sign, so that its
-        error adds up over them."""
+        """Whether w of rows of other chunks is multiplied in two parts, too: in DQ with a decay per
+        head and a normaliser. All pairs of a query have the same e, and their features mostly one
+        sign, so an error of e adds up over them in the decay's gradient."""
         return self.spec.decay == "head" and self.of is Pass.DQ and self.spec.normalize
 
     @property
     def weighs_pairs(self) -> bool:
-        """Whether a decay's gradient is made of sums over pairs (`wide_run_flows.py`)."""
+        """Whether the decay's gradient is a sum over pairs (`wide_run_flows.py`), and not the
+        running sum of `scans/flows.py`."""
         return self.spec.decay == "head" or self.spec.decay == "step" and self.both_ways
 
     @property
     def adds_flows(self) -> bool:
-        """Whether the pass adds up such sums."""
+        """Whether this pass computes such sums."""
         return self.weighs_pairs and self.of in (Pass.DQ, Pass.DV)
 
     @property
     def holds_values(self) -> bool:
-        """Whether shared memory holds v of the own rows of DV."""
+        """Whether shared memory keeps v of the unit's rows, which DV multiplies by g."""
         return self.weighs_pairs and self.joined
 
     @property
     def holds_queries(self) -> bool:
-        """Whether shared memory holds q of the own rows of DQ: features are multiplied with what is
-        read of each side, and in the end once more."""
+        """Whether shared memory keeps q of the unit's rows in DQ, which maps q twice: for the
+        product with what each side's state gives, and for dq."""
         return self.both_ways and self.adds_flows and self.of is Pass.DQ
 
     @property
@@ -169,18 +178,19 @@ class Runs:
 
     @property
     def held(self) -> Any:
-        """The array whose own rows shared memory holds, if any."""
+        """The array of which shared memory keeps the unit's rows, if any."""
         return self.arrays.reader if self.holds_queries else self.arrays.held
 
     @property
     def has_vector(self) -> bool:
-        """Whether shared memory holds vectors. It has no room for those of both sides, which are
-        read where they are needed."""
+        """Whether z or u is in shared memory. There is no room for those of both sides, which are
+        read from global memory where they are needed."""
         return not self.both_ways and (self.normalizes or self.of is Pass.DK or self.joined)
 
     @property
     def of_pairs(self) -> tuple[Any, Any, Any]:
-        """The arrays from which pairs of rows are weighed: L, and the limits of what a row sees."""
+        """The arrays from which the weight of a pair follows: L, and the first and last row that a
+        row sees."""
         beyond = self.arrays.beyond
         return self.arrays.sums, self.arrays.limit, None if beyond is None else beyond.limit
 
@@ -207,12 +217,12 @@ class Runs:
 
     @property
     def readers(self) -> int:
-        """How many tiles of `reader` a unit takes."""
+        """The number of tiles of `Arrays.reader` that come behind those of chunks."""
         return 0 if self.arrays.reader is None or self.holds_queries else UNIT
 
     @property
     def slots(self) -> int:
-        """What there is room for beside x and what is held."""
+        """The slots of the ring: those that fit beside x and `held`."""
         return SHARED // (2 * C * self.spec.D) - UNIT * (1 + self.holds)
 
     def storage(self) -> Storage:
@@ -237,7 +247,7 @@ class Runs:
             mapped=Signal((FEATURES,), slots, "ring"),
             x_loaded=Signal(filled, UNIT),
             held_loaded=None if held is None else Signal((held,), UNIT),
-            # One arrival: a place is of one warpgroup.
+            # One arrival: each place of x belongs to one warpgroup.
             x_free=Signal((Buffer(None),), UNIT),
         )
 
@@ -255,33 +265,33 @@ class Runs:
         return int(pl.cdiv(self.spec.T, C))
 
     def others(self, item: Item) -> Any:
-        """How many chunks of the run are of its other unit, where rows see both sides."""
+        """The number of chunks in the other unit of the run, where rows see both sides."""
         is_first = lax.rem(item.piece, UNITS) == 0
         behind = jnp.clip(self.chunks - (item.piece + 1) * UNIT, 0, UNIT)
         return jnp.where(is_first, behind, UNIT)
 
     def is_undivided(self, item: Item) -> Any:
-        """Whether all rows of the unit's run are of one document, which go on in the next run. Then
-        two states are all that they see: the one behind the run, and the one ahead of the next run,
-        which has their own run in it."""
+        """Whether the unit's run lies inside one segment, and another run follows. Its rows then
+        read two states and no pairs: the state behind the run, and the state ahead of the next run,
+        which contains the run itself."""
         if self.arrays.undivided is None:
             return False
         run = lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
         return self.arrays.undivided[item.batch, run] > 0
 
     def run_of_states(self, item: Item, side: int) -> Any:
-        """The run whose states, of a side, the unit reads."""
+        """The run whose state the unit reads on a side."""
         run = lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
         if self.is_behind(side) or self.arrays.undivided is None:
             return run
         return run + self.is_undivided(item).astype(jnp.int32)
 
     def is_behind(self, side: int) -> bool:
-        """Whether a side's states are those behind runs."""
+        """Whether the states of a side contain the rows behind a run."""
         return self.from_the_end != bool(side)
 
     def turns(self, item: Item) -> Any:
-        """How many chunks the unit sees beside its states."""
+        """The number of chunks of the run whose y and p the unit loads."""
         if self.both_ways:
             turns = self.last_of_run(item) - self.first_of_run(item) + 1
             return jnp.where(self.is_undivided(item), 0, turns)
@@ -291,7 +301,7 @@ class Runs:
         return last - self.first_of_run(item) + 1
 
     def tiles_of(self, item: Item) -> Any:
-        """How many tiles a unit takes."""
+        """The number of tiles that a unit takes from the ring."""
         return self.tiles_ahead + 2 * self.turns(item) + self.readers
 
     @property
@@ -300,16 +310,16 @@ class Runs:
 
     @property
     def first_readers(self) -> int:
-        """How many tiles of `reader` come ahead of the chunks, too."""
+        """The number of tiles of `Arrays.reader` that also come ahead of those of chunks."""
         return UNIT if self.adds_flows and self.of is Pass.DQ and not self.both_ways else 0
 
     @property
     def tiles_ahead(self) -> int:
-        """How many tiles come ahead of those of chunks."""
+        """The number of tiles that come ahead of those of chunks."""
         return self.tiles_of_states + self.first_readers
 
     def chunk(self, item: Item, turn: Any) -> Any:
-        """A chunk's number in the sequence: those of the unit's own rows come last."""
+        """The number in the sequence of the chunk at `turn`: the unit's own chunks come last."""
         if self.both_ways:
             others, is_first = self.others(item), lax.rem(item.piece, UNITS) == 0
             start = item.piece * UNIT
@@ -323,8 +333,8 @@ class Runs:
         return item.piece * UNIT + own
 
     def turns_of(self, item: Item, own: Any) -> tuple[Any, Any]:
-        """How many chunks the own rows see, and at which turn their own chunk comes. A unit's
-        second chunk may be behind the sequence's last one, and then multiplies for nothing."""
+        """The number of chunks that a warpgroup's rows see, and the turn of their own chunk. The
+        second chunk of the last unit may lie behind the sequence; its result is not stored."""
         turns = self.turns(item)
         if self.both_ways:
             return turns, jnp.maximum(jnp.minimum(self.others(item) + own, turns - 1), 0)
@@ -336,8 +346,8 @@ class Runs:
         return seen, seen - 1
 
     def chunk_of_vectors(self, item: Item, own: Any, side: int = 0) -> Any:
-        """Ahead of which chunk, or behind which one, the vectors are that own rows read. DQ makes z
-        of each row, and reads what is beside its chunk, or its run if that is undivided."""
+        """The chunk whose z or u a warpgroup's rows read. DQ computes z of each row from that of
+        the row's own chunk; the other passes, and undivided runs, read that of the run."""
         if self.is_behind(side):
             found = self.last_of_run(item)
         else:
@@ -366,15 +376,15 @@ class Runs:
         return lax.div(item.head, self.spec.H // self.spec.G)
 
     def own_head(self, item: Item) -> Any:
-        """Of x, and of what is found."""
+        """The head of x and found."""
         return self.kv_head(item) if self.from_the_end else item.head
 
     def seen_head(self, item: Item) -> Any:
-        """Of y and p."""
+        """The head of y and p."""
         return item.head if self.from_the_end else self.kv_head(item)
 
     def power(self, item: Item, number: int) -> Any:
-        """One of the powers of the item's head of keys; None where there are none."""
+        """One of the powers of two of the item's head of keys; None in bfloat16."""
         powers = self.arrays.powers
         return None if powers is None else powers[item.batch, self.kv_head(item), number]
 
@@ -401,7 +411,7 @@ class Runs:
 
     @property
     def turned(self) -> Any:
-        """[slots, D, 64], or as `tiles` where these are in blocks: each is 64 rows here."""
+        """Tiles of T as [slots, D, 64], or as `tiles` where those are in blocks of 64 rows."""
         tiles = self.own.tiles
         if self.tiling.untiled:
             return self.tiles
@@ -412,7 +422,7 @@ class Runs:
         return self.tiling.block_in(tile, block)
 
     def part_in(self, tile: Any, part: Any, turned: bool = False) -> Any:
-        """One of `parts` of a tile's columns; of a turned tile as many rows."""
+        """One of `parts` of a tile's columns, or of the rows of a turned tile."""
         if self.tiling.untiled:
             return tile.at[part.start // HALF]
         return tile.at[part] if turned else tile.at[:, part]
@@ -432,14 +442,14 @@ def rows_of(chunk: Any) -> Any:
 
 
 def each(passes: Sequence[Runs], do: Callable[[Runs, Item], None]) -> Any:
-    """Runs `do` for each unit of each pass, and returns how many tiles these took in all: of an
-    item `chunks` are its tiles. The units of a run, and of these the passes that share a launch,
+    """Runs `do` for each unit of each pass, and returns the number of tiles in all. In these items
+    `chunks` and `before` count tiles of the ring. The passes of a unit, and the units of a run,
     follow one another, so that blocks that run at once read the same states and rows."""
     count, deal = len(passes), passes[0].deal
     heads = deal.heads // count
 
     def cut(item: Item) -> Item:
-        """The item in this order."""
+        """The item at this place of that order."""
         of_piece = item.batch * deal.heads + item.head
         index = item.piece * (deal.B * deal.heads) + of_piece
         run = lax.div(index, UNITS * deal.B * deal.heads)

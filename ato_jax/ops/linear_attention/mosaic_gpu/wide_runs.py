@@ -1,48 +1,45 @@
-"""Passes over heads of 129 to 256 columns that are walked: each 128 rows alone, from the state of
-their run, or from both where rows see those behind them, too.
+"""One kernel for out, dq, dv and dk, in units of 128 rows that do not depend on each other.
 
-All four are one pass, with other arrays in other roles. Row i reads with x_i; row j is found by
-y_j, and p_j is what is read of it. With T the state of all rows ahead of row i's run of 256
-(`wide_states.py`), and w[i, j] = x_i . y_j where both are of one run and row i sees row j:
+`wide_heads.py` launches it, after `wide_states.py` has stored the state of each run of 256 rows. A
+unit reads the state of its run, or the states on both sides where rows see both, and adds the pairs
+of rows within the run. The four passes differ in which arrays are x, y, p and T. With T the state
+of all rows ahead of row i's run, and w[i, j] = x_i . y_j where j is in the run and row i sees it:
 
-    found_i = x_i T + sum_j w[i, j] p_j
+    found_i = x_i T + sum_j w[i, j] p_j                     [B, T, heads, D], or as the layout says
 
     pass    x        y        p         T           found
-    OUT     phi(q)   phi(k)   v         S           out_i, once it is divided by den_i
+    OUT     phi(q)   phi(k)   v         S           out_i, before the division by den_i
     DQ      g        v        phi(k)    S^T         G_i
-    DV      phi(k)   phi'(q)  g         R           dv_j; here later rows are seen, and R is behind
-    DK      v        g        phi'(q)   R^T         dk_j, less u, over phi(k)'s derivative
+    DV      phi(k)   phi'(q)  g         R           dv_i: rows see later rows, and R is behind
+    DK      v        g        phi'(q)   R^T         dk_i over phi(k)'s derivative, without u
 
-with phi'(q_i) = phi(q_i) inverse_i. In DK e of the query is subtracted from w. With z_i the sum of
-phi(k) over all keys that row i sees, DQ makes of G_i, as roundings left it,
+with phi'(q_i) = phi(q_i) inverse_i. DK subtracts e of the query from w. With z_i the sum of phi(k)
+over all keys that row i sees, DQ computes from G_i, in float32 and before it is rounded,
 
     den_i = phi(q_i) . z_i       inverse_i = 1 / max(den_i, eps)
     e_i   = phi(q_i) . G_i inverse_i,  0 where den_i <= eps
     dq_i  = (G_i - e_i z_i) inverse_i times phi(q_i)'s derivative
 
-Where rows see their whole document, and a run is of one document, its rows see two states and no
-pairs (`Runs.is_undivided`).
+With a decay or segments x_i T has a factor of row i, and w[i, j] the decay between the two rows,
+which is 0 across a segment's border (`wide_factors.py`). Where each query sees its whole segment,
+a run inside one segment reads two states and no pairs (`Runs.is_undivided`).
 
-With a decay or segments what a row reads of T is multiplied by a factor of the row, and w[i, j] by
-what the decay leaves between the two rows, 0 across a border (`wide_factors.py`). Where rows see
-both sides they read a state of each, and all rows of the run.
+A unit is two chunks of 64 rows. One ring of tiles [64, D] brings all operands but x, in this order:
+tiles of T, y and p of each chunk of the run that the unit sees, and the unit's q or k in DQ or DK.
 
-A unit has 128 rows. All that it reads but x comes through one ring of tiles [64, D]:
-
-    T in tiles of 64 rows or columns;  y, p of each chunk of the run that is seen;  q or k of both
-                                                                          chunks, for DQ or DK
     MEMORY (2)     loads the tiles of T, x of both chunks, and the other tiles
-      |  ring: a tile is loaded      x_loaded: x of a chunk, and z or u, are
+      |  ring: a tile is loaded      x_loaded: x of a chunk, and its z or u, are loaded
       v
-    FEATURES (3)   maps y or p in place
-      |  mapped: y or p is, in a slot of the ring
+    FEATURES (3)   maps y or p to features, in place
+      |  mapped: the tile in this slot of the ring holds features
       v
-    OWN (0, 1)     all products of 64 rows, whose sums [64, D] are registers; what is found is
-                   stored from x's place (`wide_run_rows.py`)
-         x_free: it has been, by one of the two
+    OWN (0, 1)     each warpgroup multiplies for 64 rows, accumulates found [64, D] in registers,
+                   and stores it from x's place in shared memory (`wide_run_rows.py`)
+         x_free: the store from x's place is complete
 
-Of a chunk that only the other half of the unit sees a warpgroup of OWN waits for the tiles and lets
-them go.
+Both warpgroups of OWN wait for every tile and release it, also tiles of a chunk that only the other
+one sees. Read next: `wide_run_arrays.py` (operands), `wide_run_storage.py` (shared memory, order of
+the tiles), `wide_run_rows.py` (OWN), `wide_run_flows.py` (sums for a decay's gradient).
 """
 
 from __future__ import annotations
@@ -80,14 +77,14 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 def whole_units(length: int) -> int:
-    """The rows of a sequence, up to a whole unit."""
+    """The length of a sequence, rounded up to whole units."""
     return int(pl.cdiv(length, UNIT * C)) * UNIT * C
 
 
 def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Arrays) -> Left:
-    """Launches a pass and returns its outputs. DQ also returns inverse and e with a normaliser,
-    flows of each side with a decay, and features and cotangents in float16: each is [B, H, T up to
-    a whole unit] in float32. `deal` counts heads."""
+    """Launches OUT or DQ and returns its outputs. DQ also returns [B, H, T up to a whole unit] in
+    float32: inverse and e with a normaliser, flows of each side with a decay, and features and
+    cotangents in float16. `deal` counts heads."""
     runs = Runs(spec, in_units(spec, deal), of, arrays)
     given, tree = jax.tree.flatten(arrays)
     like = arrays.x if arrays.reader is None else arrays.reader
@@ -112,9 +109,9 @@ def wide_runs(spec: LinearAttentionSpec, deal: mosaic.Deal, of: Pass, arrays: Ar
 def wide_key_gradients(
     spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
 ) -> tuple[jax.Array, Left]:
-    """dk, and dv with what is left of keys with a decay, [B, H, T up to a whole unit], of chunks
-    `seen_within` [B, H, 4, as many]; by passes that share a launch, and so what they read of the
-    second cache. `arrays` are those of DK."""
+    """dk, and dv with the sums of keys for a decay's gradient: [B, H, T up to a whole unit], or
+    [B, H, 4, T up to a whole unit] of `seen_within`. DK and DV share a launch, so that one finds in
+    the L2 cache what the other has read. `arrays` are those of DK."""
     units = in_units(spec, deal, passes=2)
     runs = Runs(spec, units, Pass.DK, arrays, joined=True)
     given, tree = jax.tree.flatten(arrays)
@@ -147,6 +144,7 @@ def wide_key_gradients(
 
 
 def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal, passes: int = 1) -> mosaic.Deal:
+    """The same heads and blocks, with one unit as a piece."""
     units = whole_units(spec.T) // (UNIT * C)
     return mosaic.Deal(spec.B, deal.heads * passes, spec.T, UNIT * C, units, deal.most_blocks)
 
@@ -189,8 +187,8 @@ def load_unit(runs: Runs, item: Item) -> None:
             source = runs.states[side].at[(*of_run, *(part[::-1] if runs.turns_states else part))]
             plgpu.copy_gmem_to_smem(source, own_tile, own.ring.produced.at[slot])
 
-    # The ring takes these tiles while the own rows wait for their place in shared memory. More of
-    # them would deadlock: no warpgroup frees a tile before it has its own rows.
+    # These tiles are loaded into the ring before x has its place in shared memory. More of them
+    # would deadlock: OWN frees no tile before x of its rows is loaded.
     first = min(runs.slots, runs.tiles_of_states)
     for number in range(first):
         load_state(number)
@@ -228,8 +226,8 @@ def features(passes: Sequence[Runs]) -> None:
 
 
 def map_unit(runs: Runs, item: Item) -> None:
-    """Every phase of a barrier has to be awaited, so it waits for all tiles, and lets them go: else
-    a slot could be filled twice before it does."""
+    """Maps y or p of each chunk. FEATURES waits for all other tiles, too, and releases them: each
+    phase of a barrier has to be awaited before the slot is filled again."""
     for number in range(runs.tiles_ahead):
         runs.let_go(runs.wait(item.before + number))
 
@@ -251,7 +249,7 @@ def map_unit(runs: Runs, item: Item) -> None:
 
 
 def map_tile(runs: Runs, item: Item, tile: Any, inverse: jax.Array | None) -> None:
-    """Keys, or with their `inverse` queries."""
+    """Maps a tile in place: of keys, or of queries if their `inverse` [64] is given."""
     power = runs.power(item, wide_powers.KEYS)
     for block in range(runs.blocks):
         part = runs.block_in(tile, block)

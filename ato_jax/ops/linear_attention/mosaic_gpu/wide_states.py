@@ -1,24 +1,29 @@
-"""The states that runs of 256 rows start from, of heads of 129 to 256 columns: of keys, ahead of
-each run,
+"""One kernel that walks a sequence and stores the state at each run of 256 rows.
+
+`wide_heads.py` launches it, and `wide_runs.py` reads the states. A walk over keys goes from the
+first chunk to the last and stores the sums over all earlier keys ahead of each run:
 
     S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
 
-or, with what `wide_runs.py` leaves of each row, of queries, behind each run, by walks from the end,
+A walk over queries goes from the last chunk to the first and stores the sums over all later queries
+behind each run. It reads inverse and e of each row, which the pass DQ of `wide_runs.py` writes:
 
     R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F],  phi'_i = phi(q_i) inverse_i
 
-Where rows see both sides, keys are walked from the end, too, and queries from the start.
+S and R are stored for each run, z and u for each chunk. Where rows see both sides, both walks also
+run in the other direction.
 
-With a decay or segments a row adds its part times a factor, and a chunk keeps a part of the sums
-ahead of it (`wide_factors.py`). In float16 phi(k) and S or R are multiplied by powers of two where
-they are rounded (`wide_powers.py`), and the power of phi' is part of inverse.
+With a decay or segments each row's term has a factor, and so has the sum at each chunk
+(`wide_factors.py`). In float16 phi(k), and S or R, are multiplied by powers of two before they are
+rounded (`wide_powers.py`), and inverse contains the power of phi'.
 
-    memory    loads chunks of x and y, which are k and v or q and g, as slots come free
-    sums      each 64 features: phi(x)^T [64, C] in registers, times all columns of y; where a run
-              begins, stores the sums [64, V] as they are by then
+    memory    loads chunks of x and y, which are k and v or q and g, into a ring
+    sums      each warpgroup has 64 features: it multiplies phi(x)^T [64, C], in registers, by all
+              columns of y, and stores the sums [64, V] where a run begins
 
-Features are mapped once, whatever the number of values. Two or three warpgroups fill a
-multiprocessor's registers with sums, so a state of 256 features is two blocks'.
+Each warpgroup keeps all V columns of its sums in registers, so a feature is mapped once. The
+registers of a multiprocessor hold the sums of two or three warpgroups: a state of 256 features is
+divided between two blocks.
 """
 
 from __future__ import annotations
@@ -59,18 +64,19 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 STAGES = 3
 MOST_WORKERS = 3  # warpgroups of a block whose sums fit its registers, where V = D = 192
 MEMORY = Role("memory", mosaic.MEMORY_REGISTERS)
-# What cutting a sequence costs, in the time of a chunk: another kernel and a scan.
+# The cost of cutting a sequence into pieces, in units of the time of one chunk: the kernel for the
+# sums of pieces, and the scan over them.
 CUT = 12.0
 
 
 def chunks_at_once(spec: LinearAttentionSpec) -> int:
-    """What pieces are made of: of wide heads, whole runs."""
+    """How many chunks a piece is a multiple of: those of a run where rows are computed by runs."""
     return CHUNKS_OF_RUN if frame.by_runs(spec) else 1
 
 
 def pieces_of(spec: LinearAttentionSpec, blocks: int) -> int:
-    """So many that all multiprocessors have a part of a state to walk, and few rows are read
-    twice: a chunk takes as long in the sums of pieces as it does here."""
+    """The number of pieces that takes the least time. More pieces occupy more multiprocessors, but
+    `whole_sums` reads the rows of all pieces but one a second time, at the same time per chunk."""
     runs, heads = runs_of(spec), spec.B * spec.G
 
     def cost(pieces: int) -> float:
@@ -85,7 +91,7 @@ def pieces_of(spec: LinearAttentionSpec, blocks: int) -> int:
 
 
 def workers_of(spec: LinearAttentionSpec) -> int:
-    """How many warpgroups of a block have 64 features each."""
+    """The number of warpgroups with 64 features each in a block."""
     count = spec.D // HALF
     return count if count <= MOST_WORKERS else count // 2
 
@@ -100,7 +106,7 @@ def runs_of(spec: LinearAttentionSpec) -> int:
 
 
 def sums_of(spec: LinearAttentionSpec) -> Role:
-    """The role of the warpgroups that add up."""
+    """The role of the warpgroups that accumulate the sums."""
     workers = workers_of(spec)
     return Role("sums", workers_registers(workers), workers)
 
@@ -109,7 +115,7 @@ def sums_of(spec: LinearAttentionSpec) -> Role:
 class Storage(mosaic.Storage):
     x: Array  # [stages, workers, C, 64]
     y: Array  # [stages, C, V], in blocks of 64 columns
-    state: Array  # [workers, V / 64, 64, 64]: the sums at the piece's start, then what is stored
+    state: Array  # [workers, V / 64, 64, 64]: the sums ahead of the piece, then those of each run
     rows: Array  # [stages, vectors, C] float32
     chunks: Ring  # of x, y and rows
     start_loaded: Signal
@@ -118,9 +124,11 @@ class Storage(mosaic.Storage):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The kernel: its arrays in global memory, and its storage. `deal` counts the parts of states
-    as heads. `rows` are numbers of each row, of queries inverse and e first; behind them, if
-    `has_keeps`, what a chunk keeps. `powers` [B, heads, 2] are those of keys and of the sums."""
+    """The kernel's static arguments, its arrays in global memory, and its storage.
+
+    `deal` counts each part of a state as a head. `rows` are float32 vectors with a number for each
+    row: inverse and e of queries, or a factor of keys; and last, if `has_keeps`, the factor of the
+    sums ahead of the row's chunk. `powers` [B, heads, 2] are the powers of two of keys and sums."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
@@ -158,14 +166,15 @@ class Walk:
         return lax.rem(item.head, parts_of_state(self.spec)) * self.workers + worker
 
     def place_of(self, item: Item, chunk: Any) -> Any:
-        """The number in memory, within the piece, of the chunk that is walked as number `chunk`."""
+        """The position within the piece, counted from its start, of the walk's step `chunk`."""
         return item.chunks - 1 - chunk if self.from_the_end else chunk
 
     def power(self, item: Item, number: int) -> Any:
-        """None where there are none."""
+        """One of the item's powers of two; None in bfloat16."""
         return None if self.powers is None else self.powers[item.batch, self.head_of(item), number]
 
     def of_state(self, ref: Any, item: Item, number: Any, worker: Any, column: int) -> Any:
+        """A block [64, 64] of the state `number`: a warpgroup's features, 64 values."""
         own = pl.ds(self.block_of(item, worker) * HALF, HALF)
         values = pl.ds(column * HALF, HALF)
         return ref.at[item.batch, self.head_of(item), number, own, values]
@@ -183,17 +192,21 @@ def wide_states(
     powers: jax.Array | None = None,
     from_the_end: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """[B, heads, runs, F, V] in the dtype of tiles, and of each chunk [B, heads, 4 runs, F] in
-    float32.
+    """Launches the walk. It returns S or R of each run, [B, heads, runs, F, V] in the dtype of
+    tiles, and z or u of each chunk, [B, heads, 4 runs, F] in float32.
 
     Args:
       deal: counts heads, and its pieces are whole runs.
-      start: [B, heads, P or more, F, V] in the dtype of tiles and [B, heads, P or more, F] in
-        float32, ahead of each piece as it is walked.
-      of_rows: inverse and e of queries, [B, heads, T up to a whole chunk] in float32. Of keys
-        none, or beside `keeps` what multiplies their features.
-      keeps: what a chunk keeps of the sums ahead of it, in each of its rows, as `of_rows`.
-      powers: [B, heads, 2] in float32, in float16: of phi(k), and of the sums in that dtype.
+      x: k or q.
+      y: v or g.
+      start: the sums ahead of each piece, in the direction of the walk: [B, heads, P or more, F, V]
+        in the dtype of tiles, and [B, heads, P or more, F] in float32.
+      of_rows: [B, heads, T up to a whole chunk] in float32. In a walk over queries inverse and e;
+        in a walk over keys (), or with `keeps` the factor of each row's features.
+      keeps: the factor of the sums ahead of each chunk, repeated in the chunk's rows; of the shape
+        of `of_rows`.
+      powers: [B, heads, 2] in float32, where the dtype is float16: of phi(k), and of the sums.
+      from_the_end: whether the walk goes from the last chunk to the first.
     """
     heads, of_queries = deal.heads, len(of_rows) == 2
     deal = dataclasses.replace(deal, heads=heads * parts_of_state(spec))
@@ -275,7 +288,7 @@ def add_up(walk: Walk) -> None:
 
 
 def map_keys(walk: Walk, item: Item, x: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
-    """phi(k) [64, C], and what the chunk adds to the vector."""
+    """phi(k)^T [64, C], and its sum over the chunk's rows [64], which is added to z."""
     maps, tiling = feature_maps.features(walk.spec), walk.tiling
     first = walk.block_of(item, mosaic.group()) * HALF if tiling.is_filled else 0
     power = walk.power(item, wide_powers.KEYS)
@@ -287,7 +300,7 @@ def map_keys(walk: Walk, item: Item, x: jax.Array, slot: Any) -> tuple[jax.Array
         factor = mosaic.in_rows(load(walk.own.rows.at[slot, 0], OF_COLUMNS), HALF)
         phi = phi * factor
         if not maps.slope_is_known:
-            # Beyond the end the factor is 0, but phi(0) need not be finite.
+            # Behind the last row the factor is 0, but phi(0) need not be finite.
             phi = jnp.where(factor > 0, phi, 0.0)
     phi = mosaic.rounded(phi if power is None else phi * power, tiling.dtype)
     return phi, jnp.sum(phi.astype(F32), axis=1)
@@ -296,7 +309,7 @@ def map_keys(walk: Walk, item: Item, x: jax.Array, slot: Any) -> tuple[jax.Array
 def map_queries(
     walk: Walk, item: Item, x: jax.Array, slot: Any, place: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """phi' [64, C], and what the chunk adds to the vector."""
+    """phi'^T [64, C], and the chunk's term of u [64]."""
     spec, maps = walk.spec, feature_maps.features(walk.spec)
     inverse, e = (load(walk.own.rows.at[slot, number], OF_COLUMNS) for number in range(2))
     first = walk.block_of(item, mosaic.group()) * HALF
@@ -304,7 +317,7 @@ def map_queries(
     phi = phi * mosaic.in_rows(inverse, HALF)
     e = mosaic.in_rows(e, HALF)
     if spec.T % C and not maps.slope_is_known:
-        # Beyond the end g and e are 0, but phi(0) inverse may be large or not finite.
+        # Behind the last row g and e are 0, but phi(0) inverse may be large or not finite.
         here = mosaic.hidden_position(1) < spec.T - item.first_row - place * C
         phi, e = jnp.where(here, phi, 0.0), jnp.where(here, e, 0.0)
     return mosaic.rounded(phi, walk.tiling.dtype), -jnp.sum(phi * e, axis=1)
@@ -344,7 +357,7 @@ def sum_piece(walk: Walk, item: Item) -> None:
             sums, vector = tuple(part * keep for part in sums), vector * keep
         blocks = walk.tiling.all_in(tiled(own.y).at[slot])
         sums = multiply(*((part, [(phi, y)]) for part, y in zip(sums, blocks, strict=True)))
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        plgpu.commit_smem()  # the reads of this slot finish before the next load overwrites it
         own.chunks.consumed.arrive(slot)
         return tuple(sums), vector + added
 
