@@ -1,24 +1,32 @@
-"""A gate for each step and channel: how features carry it, and the turns of a steep chunk.
+"""A decay per step and channel: what all `channel_*.py` kernels share, and the mathematics of it.
 
-With G_i the sum of the gates [F] from a chunk's first row to row i, to base 2, and m its middle,
+The decay of a step is called its gate here: [F] numbers, to base 2. With G_i the sum of the gates
+from a chunk's first row to row i, and m the middle row of the chunk, features are scaled as
 
     q^_i = phi(q_i) exp2(G_i - G_m)        k~_j = phi(k_j) exp2(G_m - G_j)
     exp2(G_i - G_j) phi(q_i) phi(k_j) = q^_i k~_j        channel by channel
 
-so that all pairs of a chunk are products of q^ and k~, as without gates, if states are those that
-the middle sees. A chunk is steep where one half of it loses more than `MOST_LOST`. It is then
-taken in 2, 4, .. turns: a turn is some rows of the chunk, with a middle of their own, and features
-of 0 in all other rows. There are as many turns as it takes until no half of a turn loses that much.
-With `MOST_TURNS`, which are pairs of rows, none can. In float16 (`channel_powers.py`) a half is
-steep from 2^8 on, so a row may need a turn of its own.
+All pairs of a chunk are then one product of q^ and k~, as without a decay, and so is what queries
+read of the state, if the state is scaled to the middle row. The kernels:
 
-Segments are masks (`chunk_borders.py`), of chunks and of turns alike (`channel_turns.py`). The
-gates of steps that begin a segment count as 0, so that a border makes no chunk steep.
+    channel_sums.py             the sums over each piece, and which chunks are steep
+    channel_output.py           out, and q^, k~ for the backward pass
+    channel_query_gradient.py, query_sums.py, channel_key_gradient.py    launched by
+                                `channel_backward.py`
 
-Sums of gates over rows are matrix products. One factor holds the gates in float16, divided by
-`UNIT`; the other, called weights below, holds 0, `UNIT` and -`UNIT`. Rounding a gate to float16
-changes it by at most 2^-11 of itself, so a pair's exponent x is off by at most |x| 2^-11, and its
-weight 2^x by at most 1.8e-4.
+A chunk is steep where the gates of one of its halves sum to less than -`MOST_LOST`. It is processed
+in 2, 4, .. turns: a turn is a range of its rows with a middle row of its own, and the features of
+all other rows are 0 meanwhile. The number of turns is the least at which no half of a turn is
+steep. At `MOST_TURNS` a turn has two rows, whose halves cannot be. In float16
+(`channel_powers.py`) a half is steep below -8, so a turn may have a single row.
+
+Segments are masks of chunks (`chunk_borders.py`) and of turns (`channel_turns.py`). The gate of a
+step that begins a segment counts as 0, so that a border makes no chunk steep.
+
+The kernels compute sums of gates over rows as matrix products. One factor holds the gates in
+float16, divided by `UNIT`; the other, called weights below, holds 0, `UNIT` and -`UNIT`. Rounding
+changes a gate by at most 2^-11 of itself, so a pair's exponent x has an error of at most
+|x| 2^-11, and its weight 2^x one of at most 1.8e-4.
 """
 
 from __future__ import annotations
@@ -49,10 +57,9 @@ NO_BORDERS = Borders()
 
 MOST_TURNS = C // 2
 MOST_TURNS_IN_FLOAT16 = C
-# Gates to base 2 are divided by it: then float16 holds them from -72 (`LEAST_DECAY`) up to -2e-7
-# as normal numbers.
+# Divides the gates: float16 then holds gates from -72 (`LEAST_DECAY`) to -2e-7 as normal numbers.
 UNIT = 2.0**-8
-# The number of halves that 1, 2, 4, 8 and 16 turns have. With `MOST_TURNS` no half is steep.
+# The numbers of halves of 1, 2, 4, 8 and 16 turns. With `MOST_TURNS` turns no half is steep.
 _HALVES = [2 << level for level in range(int(math.log2(MOST_TURNS)))]
 
 
@@ -62,7 +69,8 @@ def run_of(item: mosaic.Item, chunk: Any) -> Any:
 
 
 class Turn(NamedTuple):
-    """Rows of a chunk that are taken at once, from `first` on; up to `middle` the first half."""
+    """Rows of a chunk that are processed at once: `rows` of them from `first` on. The first half
+    ends with row `middle`."""
 
     first: Any
     rows: Any
@@ -78,7 +86,7 @@ class Turn(NamedTuple):
 
 def turn_of(number: Any, turns: Any, in_float16: bool = False) -> Turn:
     rows = C // turns
-    if in_float16:  # which may need turns of a single row
+    if in_float16:  # a turn may have a single row
         return Turn(number * rows, rows, number * rows + jnp.maximum(rows // 2, 1) - 1)
     return Turn(number * rows, rows, number * rows + rows // 2 - 1)
 
@@ -87,7 +95,7 @@ WHOLE = Turn(0, C, C // 2 - 1)
 
 
 def shared(spec: LinearAttentionSpec, *shape: int) -> Any:
-    """Shared memory for rounded gates, or for the weights that they are multiplied with."""
+    """Shared memory for rounded gates, or for the weights by which they are multiplied."""
     return frame.tiling(spec).shared(*shape, dtype=F16)
 
 
@@ -99,8 +107,8 @@ def round_gates(gates_ref: Any, rounded_ref: Any, borders: Borders = NO_BORDERS)
     def without_borders() -> jax.Array:
         row = plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=mosaic.OF_ROWS)
         begins = mosaic.load(borders.rows, mosaic.OF_ROWS, optimized=False)
-        # A row begins a segment where it is the first of its own; all rows ahead of `reads` are of
-        # the segment of the chunk before, and for them `begins` is 0.
+        # A row begins a segment if `begins` is the row itself. Rows ahead of `reads` belong to the
+        # last segment of the chunk before, and `begins` is 0 for them.
         own = mosaic.in_columns(jnp.where(row >= borders.reads, begins, -1), HALF)
         return jnp.where(own == mosaic.in_columns(row, HALF), 0.0, gates)
 
@@ -109,12 +117,12 @@ def round_gates(gates_ref: Any, rounded_ref: Any, borders: Borders = NO_BORDERS)
 
 
 def sums_of(weights: Any, rounded_ref: Any) -> Any:
-    """weights @ the gates, [C, HALF], as `mosaic.multiply` takes it."""
+    """weights [C, C] @ gates [C, HALF], as an argument of `mosaic.multiply`."""
     return mosaic.zeros(C, HALF), [(weights, rounded_ref)]
 
 
 def sums_by_channel(rounded_ref: Any, weights_ref: Any) -> Any:
-    """The gates' transpose @ the transpose of weights [ALIKE, C], [HALF, ALIKE]."""
+    """gates^T @ weights^T, for weights [ALIKE, C]: [HALF, ALIKE]."""
     return mosaic.zeros(HALF, ALIKE), [(rounded_ref.T, weights_ref.T)]
 
 
@@ -123,8 +131,8 @@ def _units(where: jax.Array) -> jax.Array:
 
 
 def since_middle(turn: Turn = WHOLE) -> jax.Array:
-    """Weights [C, C], whose product with the gates has G_i - G_m in row i, and 0 in rows that are
-    not the turn's."""
+    """Weights [C, C]. Row i of their product with the gates is G_i - G_m if the turn has row i, and
+    0 otherwise."""
     row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     later = (column > turn.middle) & (column <= row) & turn.has(row)
     earlier = (column <= turn.middle) & (column > row) & turn.has(row)
@@ -132,7 +140,7 @@ def since_middle(turn: Turn = WHOLE) -> jax.Array:
 
 
 def until_end() -> jax.Array:
-    """Weights [C, C], whose product with the gates has G_C - G_j in row j, with C the last row."""
+    """Weights [C, C]. Row j of their product with the gates is G_C - G_j, for the last row C."""
     return _units(mosaic.hidden_position(1) > mosaic.hidden_position(0))
 
 
@@ -141,14 +149,14 @@ def of_halves() -> jax.Array:
 
 
 def weights_of_halves(row: jax.Array, column: jax.Array) -> jax.Array:
-    """Weights [C, C]. For each n of `_HALVES`, their product with the gates has in the n rows from
-    n - 2 on the sums over the n halves of n / 2 turns."""
+    """Weights [C, C]. For each n of `_HALVES`, rows n - 2 to 2 n - 3 of their product with the
+    gates are the sums over the n halves of n / 2 turns."""
     own = [row + 2 == n + column // (C // n) for n in _HALVES]
     return _units(functools.reduce(jnp.logical_or, own))
 
 
 def store_all(ref: Any) -> None:
-    """Stores weights [ALIKE, C] that add up all rows of a chunk, the same in each row."""
+    """Stores weights [ALIKE, C] of which each row adds up all rows of a chunk."""
     units = plgpu.layout_cast(jnp.full((C, ALIKE), UNIT, F16), mosaic.TILE)
     mosaic.store_transposed(ref, units)
 
@@ -184,9 +192,9 @@ def map_in_place(
     are_keys: bool = False,
     for_flows: bool = False,
 ) -> None:
-    """Features of half a tile times exp2 of exponents, rounded once; 0 in all but the turn's rows,
-    and those of keys in columns that the head does not have. `for_flows`: that the gradients read
-    them (`flow_features.of_flows`)."""
+    """Replaces half a tile by its features times exp2(exponents), rounded once. Rows outside the
+    turn become 0, and so do padding columns of keys. `for_flows` says that the gradients read the
+    features, too (`flow_features.of_flows`)."""
     maps, x, first = feature_maps.features(spec), mosaic.load(ref), half * HALF
     if are_keys:
         x = maps.present(x, first)
@@ -201,12 +209,12 @@ def map_in_place(
 def turns_of(
     least: jax.Array, most_lost: float = MOST_LOST, most_turns: int = MOST_TURNS
 ) -> jax.Array:
-    """How many turns each chunk takes, [B, tiles, chunks].
+    """The number of turns of each chunk, [B, tiles, chunks].
 
-    `least` [B, tiles, chunks, 2, C] is, for each half of a tile's columns, the least over these
-    columns of each row of sums that `of_halves` makes.
+    `least` [B, tiles, chunks, 2, C] is the minimum, over each half of a tile's columns, of the
+    sums that the weights of `of_halves` give.
     """
-    # Where halves are steep, as many turns as these are.
+    # n / 2 turns have n halves; if one of these is steep, n turns are needed.
     instead = np.ones(C, np.int32)
     for n in _HALVES:
         instead[n - 2 : 2 * n - 2] = n if n < MOST_TURNS else most_turns

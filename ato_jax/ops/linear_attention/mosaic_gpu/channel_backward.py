@@ -1,22 +1,26 @@
-"""The gradients with a gate for each step and channel, of q^ and k~ as the forward had them.
+"""The backward pass with a decay per step and channel, from the q^ and k~ of the forward pass.
 
-With those in place of features, and states as the middle of a chunk sees them, all is as without
-gates: a walk (`channel_query_gradient.py`), the sums of each piece's queries (`query_sums.py`), and
-a walk from the end (`channel_key_gradient.py`). As the gradient of phi(q_i) is that of q^_i times
-q^_i / phi(q_i), both walks leave flows [T, D], of which the last pass makes the rest,
+`causal.py` calls `gradients`. With q^ and k~ (`channel.py`) in place of features,
+and states scaled to the middle row of a chunk, the pass is that without a decay:
+
+    channel_query_gradient.py    walks from the start and computes dq
+    query_sums.py                computes the sums over each piece's queries
+    channel_key_gradient.py      walks from the end and computes dv
+
+The gradient of phi(q_i) is the gradient of q^_i times q^_i / phi(q_i), and likewise for keys. So
+both walks write flows [B, T, H, D], from which `scans/channel_flows.py` computes dk and d_decay:
 
     flow_i = q^_i dq^_i                     flow'_j = k~_j dk~_j
     dq_i = flow_i phi'(q_i) / phi(q_i)      dk_j = flow'_j phi'(k_j) / phi(k_j)
     d_decay_t = E - sum_{i<t} flow_i + sum_{j<t} flow'_j
 
-with sums over the steps of a run of chunks, and E the product at its start of the state and its
-cotangent, summed over V. A pair (i, j) of rows on the same side of step t does not depend on its
-gate, and has to cancel in these sums. It does: both flows make the pairs of a run of the same
-rounded factors, and rows read the same rounded state that E is made of.
+The sums are over the steps of one run of chunks, or over those of one segment within it. E is the
+product of the state at the start of the run and its cotangent, summed over V. A pair (i, j) with
+both rows on the same side of step t does not depend on the gate of t and has to cancel in these
+sums. It does, because both flows compute the pairs of a run from the same rounded factors, and rows
+read the same rounded state from which E is computed.
 
-Beside segments all sums are over the rows of one segment (`chunk_borders.py`).
-
-If any chunk of the call is steep (`channel.py`), the gradients are another backend's.
+If any chunk of a call is steep (`channel.py`), another backend computes the gradients.
 """
 
 from __future__ import annotations
@@ -42,18 +46,18 @@ from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, Linea
 class Features(NamedTuple):
     q: jax.Array  # q^
     k: jax.Array  # k~
-    halves: jax.Array  # the sums of the gates over each chunk's, to base 2 [B, H, chunks, 2, D]
-    steep: jax.Array  # [B], whether any chunk is steep; then all other fields mean nothing
+    halves: jax.Array  # [B, H, chunks, 2, D]: the sums of the gates over each half of a chunk
+    steep: jax.Array  # [B]: whether any chunk is steep; then the other fields are not valid
 
 
 class Factors(NamedTuple):
-    """The factors of states up to the middle of each chunk, [B, H, chunks * D]. From one middle to
-    the next it is the factor's square root, which is multiplied twice: the factor may underflow in
-    float32, while the sums that it multiplies are as much larger."""
+    """Factors of states, [B, H, chunks * D] each. The first two hold the square root of the factor
+    between two rows, and kernels multiply by it twice: the factor itself may underflow in float32,
+    while the sum that it multiplies is large."""
 
-    of_keys: jax.Array  # from the middle of the chunk before, or the start of the piece, on
-    of_queries: jax.Array  # from the middle of the chunk behind, or the end of the piece, back
-    since_pieces: jax.Array  # from the start of the piece on
+    of_keys: jax.Array  # from the middle of the chunk before, or the piece's start, to the middle
+    of_queries: jax.Array  # from the middle to that of the chunk behind, or to the piece's end
+    since_pieces: jax.Array  # from the piece's start to the middle
     whole: jax.Array  # [B, H, P, D]: from the start of each piece to its end
 
 
@@ -89,14 +93,15 @@ def gradients(
     cotangents: Outputs,
     weights: tuple[jax.Array, jax.Array] | None = None,
 ) -> Inputs:
-    """The gradients of all inputs, in blocks where heads are cut: sums over the pairs of a block.
+    """The gradients of all inputs. Where heads are cut into blocks (`channel_blocks.py`), they are
+    those of the blocks: sums over all pairs that contain a block.
 
     Args:
-      states: those ahead of each piece, S [B, H, P, V, D] in bfloat16 and z [B, H, P, D].
-      weights: of the rows, as `channel_query_gradient` takes them.
+      states: S [B, H, P, V, D] in bfloat16 and z [B, H, P, D] ahead of each piece.
+      weights: inverse and e of each row, where the kernel cannot compute them itself.
     """
     q, k, v, g = features.q, features.k, inputs.v, cotangents.out
-    # R and u begin with the cotangent of the state that is returned.
+    # R and u start from the cotangent of the state that is returned.
     end = None
     if spec.return_state:
         end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
@@ -118,7 +123,7 @@ def gradients(
         weights,
         borders,
     )
-    # No key reads the sums of the first piece, but the state before it.
+    # The sums of the first piece only enter the gradient of the initial state.
     first = 0 if spec.initial_state else 1
     later = dataclasses.replace(deal, first=first * deal.rows, pieces=deal.pieces - first)
     of_pieces = spec.B, spec.H, later.pieces
@@ -141,7 +146,7 @@ def gradients(
     )
     dk_dtype = None
     if isinstance(spec, channel_blocks.Cut):
-        # The sums over both walks are rounded once.
+        # Where rows see both sides, dk stays in float32 until XLA has added the two walks.
         dk_dtype = jnp.float32 if spec.both_ways else None
         dq, of_queries, of_keys = (
             channel_blocks.summed(spec, x, 3, x.dtype) for x in (dq, of_queries, of_keys)

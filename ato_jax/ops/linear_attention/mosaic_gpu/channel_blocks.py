@@ -1,19 +1,19 @@
-"""Heads of 144 to 256 columns with a gate per channel: cut into blocks of at most 128 columns.
-Calls without causal=True are made of such blocks, too, and of two walks (`channel_both_ways.py`).
+"""Calls with a decay per channel that the kernels of 128 columns run as more heads.
 
-With features in blocks a and values in blocks b, numerators and denominators are sums over a,
+`causal.py` calls these functions. Heads of 144 to 256
+columns are cut into blocks of at most 128 columns. Calls that are not causal become such a call,
+too, with two walks (`channel_both_ways.py`). With blocks a of features and blocks b of values,
 
     num_ib = sum_a num_iab        den_i = sum_a den_ia
 
-where num_iab is the numerator of a head with q_ia, k_ja, their gates and v_jb alone. So each pair
-of blocks has a state of its own, and is a head of its own, (a, b, h), to the kernels for 128
-columns, which run a call of that many more heads.
-Arrays lie in memory as they are: [B, T, H, blocks * columns] is [B, T, H * blocks, columns]. Where
-features have more than one block, or rows see both sides, numerators and denominators are left in
-float32 for XLA to add.
+where num_iab is the numerator of a head that has q_ia, k_ja, their gates and v_jb alone. So each
+pair of blocks (a, b) of a head h has a state of its own, and is one head (a, b, h) to the kernels.
+In memory [B, T, H, blocks * columns] is [B, T, H * blocks, columns] already. Where there
+is more than one block of features, or rows see both sides, the kernels return numerators and
+denominators in float32, and XLA adds them up.
 
-Blocks have multiples of 16 columns: where D has an odd number of them, XLA pads it by 16 whose
-features of keys are 0.
+A block has a multiple of 16 columns. Where the columns of a head cannot be divided so, XLA pads
+them, with keys whose features are 0.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ato_jax.ops.linear_attention.fits import FILLERS
 from ato_jax.ops.linear_attention.mosaic_gpu import channel_both_ways, narrow
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState, Outputs
 
-COLUMNS = 128  # of a block, at most
+COLUMNS = 128  # the most columns of a block
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut(narrow.Narrow):
-    """A call whose heads are pairs of blocks; `width` and `values_width` are a block's columns.
-    Where rows see both sides, its batch has an entry for each of two walks."""
+    """The spec of a call whose heads are pairs of blocks; `width` and `values_width` are the
+    columns of a block. Where rows see both sides, the batch has two entries, one for each walk."""
 
     feature_blocks: int = 1
     value_blocks: int = 1
@@ -49,14 +49,13 @@ class Cut(narrow.Narrow):
 
 
 def adds_up(spec: LinearAttentionSpec) -> bool:
-    """Whether the output is a sum over blocks of features, or over both walks, which kernels leave
-    to XLA."""
+    """Whether out is a sum over blocks of features or over both walks, which XLA computes."""
     return isinstance(spec, Cut) and (spec.feature_blocks > 1 or spec.both_ways)
 
 
 def sees(spec: LinearAttentionSpec, item: mosaic.Item, queries: int = 0) -> jax.Array:
-    """[64, 64]: whether a query of a chunk, which are numbered along the axis `queries`, sees a key
-    of it. In a walk from the end none sees its own key."""
+    """[64, 64]: whether a query of a chunk sees a key of the chunk; queries lie along the axis
+    `queries`. In the walk over the reversed sequence no query sees its own key."""
     query, key = mosaic.hidden_position(queries), mosaic.hidden_position(1 - queries)
     if isinstance(spec, Cut) and spec.both_ways:
         key = key + lax.rem(item.batch, 2)
@@ -64,8 +63,8 @@ def sees(spec: LinearAttentionSpec, item: mosaic.Item, queries: int = 0) -> jax.
 
 
 def _blocks_of(spec: LinearAttentionSpec, head: Any, in_memory: int, of_each: int) -> Any:
-    """The pair of blocks that a kernel's head stands for, and the head of the call that it is a
-    part of. The array has `in_memory` heads, which are `of_each` blocks for each of the call's."""
+    """The number of the pair of blocks, and of the call's head, that a kernel's head stands for.
+    The array has `in_memory` heads: `of_each` blocks for each head of the call."""
     heads = in_memory // of_each
     return lax.div(head, heads), lax.rem(head, heads)
 
@@ -86,15 +85,15 @@ def head_of_values(spec: LinearAttentionSpec, ref: Any, head: Any) -> Any:
 
 
 def shape_of_heads(spec: LinearAttentionSpec, x: jax.Array) -> tuple[int, ...]:
-    """The shape of an array like x that has a part for each of the kernels' heads."""
+    """The shape of an array like x, [B, T, heads, columns], with the kernels' number of heads."""
     if not isinstance(spec, Cut):
         return x.shape
     return (*x.shape[:2], spec.H, x.shape[3])
 
 
 def has_first_values(spec: LinearAttentionSpec, head: Any) -> Any:
-    """Whether a kernel's head has the first of the blocks of values that share its features; None
-    where there is only one such block."""
+    """Whether a kernel's head has the first block of values, of those with the same features; None
+    if there is only one block of values."""
     if not isinstance(spec, Cut) or spec.value_blocks == 1:
         return None
     pair = lax.div(head, spec.H // spec.blocks)
@@ -102,8 +101,8 @@ def has_first_values(spec: LinearAttentionSpec, head: Any) -> Any:
 
 
 def of_pairs(spec: LinearAttentionSpec, x: jax.Array, of_values: bool) -> jax.Array:
-    """An array [B, heads in memory, ..] of features, or of values, for each of the kernels' heads:
-    in memory a head's blocks lie side by side."""
+    """Repeats an array [B, heads in memory, ..] of features, or of values, for each of the kernels'
+    heads. In memory the blocks of a head lie next to each other."""
     if not isinstance(spec, Cut):
         return x
     rest, own = x.shape[2:], spec.value_blocks if of_values else spec.feature_blocks
@@ -145,7 +144,8 @@ def _parted(
 
 
 def arrays_in_blocks(spec: LinearAttentionSpec, cut: Cut, inputs: Inputs) -> Inputs:
-    """q, k, v and the gates, [B, T, heads * blocks, columns], and the state as kernels have it."""
+    """q, k, v and the gates as [B, T, heads * blocks, columns], and the state of the kernels'
+    heads, for both walks if there are two."""
     of_features = cut.feature_blocks, cut.width
     assert inputs.decay is not None
     state = inputs.initial_state
@@ -170,13 +170,13 @@ def cotangents_in_blocks(spec: LinearAttentionSpec, cut: Cut, cotangents: Output
 
 
 def values_in_blocks(spec: LinearAttentionSpec, cut: Cut, v: jax.Array) -> jax.Array:
-    """v, or an array that is like it, [B, T, heads * blocks, columns]."""
+    """v, or an array of its shape, as [B, T, heads * blocks, columns]."""
     return _parted(spec, v, cut.value_blocks, cut.values_width)
 
 
 def state_in_blocks(cut: Cut, state: LinearState, is_cotangent: bool = False) -> LinearState:
-    """The state of the kernels' heads. Every block of values has the same k_sum; a cotangent's is
-    given to the first block alone, and is 0 in the others."""
+    """The state of the kernels' heads. All blocks of values have the same k_sum. The cotangent of
+    k_sum goes to the first block of values, and the others have 0."""
     kv, k_sum = state
     B, G, D, V = kv.shape
     features, values = cut.feature_blocks, cut.value_blocks
@@ -196,8 +196,7 @@ def state_in_blocks(cut: Cut, state: LinearState, is_cotangent: bool = False) ->
 def whole_state(
     spec: LinearAttentionSpec, cut: Cut, state: LinearState, is_gradient: bool = False
 ) -> LinearState:
-    """The state of whole heads, from that of their blocks: the inverse of `state_in_blocks`. The
-    k_sum of a gradient is the sum over the blocks of values."""
+    """The inverse of `state_in_blocks`. In a gradient k_sum is the sum over blocks of values."""
     kv, k_sum = narrow.narrowed(cut, state)
     if cut.both_ways:
         kv, k_sum = map(channel_both_ways.of_first_walk, (kv, k_sum))
@@ -214,8 +213,8 @@ def whole_state(
 
 
 def summed(cut: Cut, x: jax.Array, axis: int, dtype: Any) -> jax.Array:
-    """The sum of x [B, T, the kernels' heads, ..] over the blocks of features (axis 2) or over the
-    blocks of values (axis 3). The blocks that are left lie side by side, as heads in memory do."""
+    """The sum of x [B, T, the kernels' heads, ..] over blocks of features (axis 2) or of values
+    (axis 3), with the heads in the order in which they lie in memory."""
     pairs = cut.feature_blocks, cut.value_blocks
     x = x.reshape(*x.shape[:2], *pairs, -1, x.shape[3])
     x = jnp.swapaxes(jnp.sum(x.astype(jnp.float32), axis=axis), 2, 3).astype(dtype)
@@ -223,7 +222,7 @@ def summed(cut: Cut, x: jax.Array, axis: int, dtype: Any) -> jax.Array:
 
 
 def whole_rows(spec: LinearAttentionSpec, x: jax.Array, columns: int) -> jax.Array:
-    """The rows of whole heads: undoes what `arrays_in_blocks` did to an array."""
+    """Rows of whole heads in the call's layout: the inverse of `arrays_in_blocks` for one array."""
     x = x.reshape(spec.B, spec.T, spec.H, -1)[..., :columns]
     return x if spec.layout == "bthd" else jnp.swapaxes(x, 1, 2)
 
@@ -247,8 +246,8 @@ def whole_gradients(spec: LinearAttentionSpec, cut: Cut, found: Inputs) -> Input
 
 
 def den_of(spec: LinearAttentionSpec, cut: Cut, den: jax.Array) -> jax.Array:
-    """Each query's denominator, [B, H, T]: the sum of what the kernel left over the blocks of
-    features, and over both walks. All blocks of values have the same one."""
+    """The denominator of each query, [B, H, T]: the sum of the kernel's `den` over blocks of
+    features and both walks. All blocks of values have the same denominator."""
     shape = cut.B, cut.feature_blocks, cut.value_blocks, spec.H
     den = jnp.sum(den.reshape(*shape, -1)[:, :, 0], axis=1)[:, :, : spec.T]
     return channel_both_ways.added_up(den, 2) if cut.both_ways else den
@@ -257,9 +256,13 @@ def den_of(spec: LinearAttentionSpec, cut: Cut, den: jax.Array) -> jax.Array:
 def weights_of(
     spec: LinearAttentionSpec, cut: Cut, kept: tuple[jax.Array | None, ...], g: jax.Array
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Where the kernels do not know them, inverse and e = g . out / .. of each pair of blocks, of
-    its own values: [B, heads, T up to a whole chunk] each. kept: den, out and what rounding it left
-    off; g is in blocks, and of both walks."""
+    """inverse, and the part of e = g . out that belongs to each block of values, for the kernels'
+    heads: [B, heads, T up to a whole chunk] each. None where the kernels compute both themselves.
+
+    Args:
+      kept: den, out, and what rounding left off out.
+      g: the cotangent of out, in blocks and of both walks.
+    """
     den, *parts = kept
     if den is None:
         return None
@@ -286,11 +289,13 @@ def weights_of(
 def whole_output(
     spec: LinearAttentionSpec, cut: Cut, out: jax.Array, den: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """out of whole heads and, where blocks of features were added up, what rounding it left off.
+    """out of whole heads and, where XLA adds up the numerators in bfloat16, what its rounding left
+    off. e is computed from both: from the rounded out alone, the gradient of a state's k_sum had an
+    error of 5.3e-3, where 4e-3 is allowed.
 
-    `out` is what the kernel left, [B, T, heads, columns], and `den` its denominators [B, heads, T
-    up to a whole chunk] where they are to be added up, too. e is made of both results: from the
-    rounded out alone, gradients of a state's k_sum were 5.3e-3 off, where 4e-3 is allowed.
+    Args:
+      out: the output of the kernel, [B, T, heads, columns].
+      den: its denominators, [B, heads, T up to a whole chunk], or None.
     """
     rest = None
     if adds_up(cut):

@@ -1,16 +1,16 @@
-"""Each query sees every key through a gate per step and channel, as two causal walks.
+"""Every query sees every key through a decay per step and channel: arrays for two causal walks.
 
-The keys up to a query's own are those of a walk from the start; the keys behind it are those of a
-walk over the sequence turned round, in which no query sees its own key:
+`channel_blocks.py` calls these functions. One walk takes the keys up to each query's own; the other
+walks the reversed sequence and takes the keys behind it, where no query sees its own key:
 
     sums over j <= i    decay(i, j) = exp(sum decay[j+1..i])    a walk from the start
     sums over j > i     decay(i, j) = exp(sum decay[i+1..j])    a walk from the end
 
-Row t' = T - 1 - t of the sequence turned round has the decay of step t + 1. XLA writes the arrays
-of both walks side by side, so that each batch entry becomes two, and the causal kernels take a call
-of twice the batch. They leave numerators and denominators, which are added up, and the gradients
-are sums over both walks, too: with 1 / den and e = g . out / .. given, they are linear in what each
-walk makes. A state that is given or returned belongs to the walk from the start.
+Row t' = T - 1 - t of the reversed sequence has the decay of step t + 1. XLA writes the arrays of
+both walks next to each other, so that each batch entry becomes two, and the causal kernels run a
+call with twice the batch. XLA adds up their numerators and denominators. The gradients are sums
+over both walks, too: given 1 / den and e of each row, they are linear in the result of each walk. A
+state that is given or returned belongs to the walk from the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIME = 1
 
 
 def _side_by_side(x: jax.Array, turned: jax.Array) -> jax.Array:
-    """[B, ..] and [B, ..] as [2 B, ..]: entry b is 2 b and 2 b + 1."""
+    """Interleaves two arrays [B, ..] to [2 B, ..]: entry b becomes entries 2 b and 2 b + 1."""
     return jnp.stack([x, turned], axis=1).reshape(-1, *x.shape[1:])
 
 
@@ -36,7 +36,7 @@ def _apart(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def of_walks(x: jax.Array, time: int = TIME) -> jax.Array:
-    """x of both walks, [2 B, ..]."""
+    """x and x reversed along `time`, [2 B, ..]."""
     return _side_by_side(x, jnp.flip(x, time))
 
 
@@ -45,31 +45,31 @@ def of_first_walk(x: jax.Array) -> jax.Array:
 
 
 def added_up(x: jax.Array, time: int = TIME) -> jax.Array:
-    """The sums over both walks, [B, ..] in float32, of rows [2 B, ..]."""
+    """Adds the rows [2 B, ..] of both walks: [B, ..] in float32."""
     first, turned = (half.astype(jnp.float32) for half in _apart(x))
     return first + jnp.flip(turned, time)
 
 
 def _turned_decay(decay: jax.Array) -> jax.Array:
-    """The decays of the sequence turned round; 0 in its first row, which has nothing ahead."""
+    """The decays of the reversed sequence; 0 in its first row, ahead of which there is no row."""
     behind = lax.slice_in_dim(decay, 1, None, axis=TIME)
     return jnp.flip(jnp.pad(behind, [(0, 0), (0, 1), (0, 0), (0, 0)]), TIME)
 
 
 def gradient_of_decay(x: jax.Array) -> jax.Array:
-    """The gradient of the decays [B, T, heads, columns], from that of both walks'."""
+    """The gradient of the decays [B, T, heads, columns], from the gradients of both walks."""
     first, turned = _apart(x)
     behind = lax.slice_in_dim(jnp.flip(turned, TIME), 0, x.shape[TIME] - 1, axis=TIME)
     return first + jnp.pad(behind, [(0, 0), (1, 0), (0, 0), (0, 0)])
 
 
 def state_of_walks(state: LinearState) -> LinearState:
-    """A state that the walk from the start begins with, or its cotangent; the other one has 0."""
+    """A state, or its cotangent, for the walk from the start, and 0 for the other walk."""
     return LinearState(*(_side_by_side(x, jnp.zeros_like(x)) for x in state))
 
 
 def inputs_of_walks(inputs: Inputs) -> Inputs:
-    """The arrays of both walks. Segments are numbered from the end in the sequence turned round."""
+    """The arrays of both walks. In the reversed sequence segments are numbered from the end."""
     assert inputs.decay is not None
     state, runs = inputs.initial_state, inputs.kv_segments
     if runs is not None:

@@ -1,7 +1,10 @@
-"""The gradients of the causal output's keys and values with a gate for each step and channel.
+"""dv and the flow of keys, for causal calls with a decay per step and channel.
 
-The kernel takes q^ and k~ of `channel.py`, and walks from the end. With q'_i = q^_i inverse_i, and
-R [V, F] and u [F] the sums over later chunks' queries as the middle of a chunk sees them:
+`channel_backward.py` launches it, with q^ and k~ of the forward pass, and inverse and e of
+`channel_query_gradient.py`. Read `channel.py` first for q^, k~ and the middle row, and
+`key_gradient.py` for the pass without a decay. The kernel walks from the last chunk to the first.
+With q'_i = q^_i inverse_i, and R [V, F] and u [F] the sums over queries of later chunks, scaled to
+the middle row of the chunk:
 
     a[j, i] = k~_j . q'_i          for i >= j of the same chunk, else 0
     b[j, i] = v_j . g_i - e_i      for i >= j of the same chunk, else 0
@@ -12,18 +15,19 @@ R [V, F] and u [F] the sums over later chunks' queries as the middle of a chunk 
     flow_j = k~_j dk~_j
     E = sum_v S R + z u        [F]        for each run
 
-In E, S and z are those ahead of the run, rounded as its queries read them, and R and u include the
-queries of the run's first chunk. The flow and E are stored in float32. Two heads of 64 columns in a
-tile have products of their own, and states that lie one below the other, [64, 64] each.
+In E, S and z are those ahead of the run, with the rounding that its queries read, and R and u
+include the queries of the run's first chunk. The flow and E are written in float32. Two heads of 64
+columns in a tile have separate products, and their states [64, 64] lie one below the other.
 
-Where segments begin in a chunk (`chunk_borders.py`), a and b are masked, and so are the keys that
-read R and u, and the queries that these gain: shared memory has no room for another g, so STATE
-masks q' in registers.
+Where segments begin in a chunk (`chunk_borders.py`), masks apply to a and b, to what keys read of R
+and u, and to the queries that are added to these. Shared memory has no room for a masked g, so the
+role state masks q' in registers.
 
-    memory   loads chunks, and S by tiles of 64 x 64, as slots come free
-    state    q' in place of q^; R^T and u in registers, published for each chunk; E
-    dv       k~ stays in registers, the left factor of both products
-    dk       b, multiplied in two parts: rounded, and what that leaves off
+    memory   loads chunks, and S in tiles of 64 x 64
+    state    stores q' in place of q^; keeps R^T and u in registers and stores them rounded for each
+             chunk; computes E
+    dv       computes a and dv; k~ stays in registers, the first factor of both products
+    dk       computes b and dk~; b is multiplied in two parts: rounded, and what rounding left off
 """
 
 from __future__ import annotations
@@ -69,11 +73,11 @@ from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import spread
 from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-DV, DK, STATE = 0, 1, 3  # warpgroups beside MEMORY
+DV, DK, STATE = 0, 1, 3  # warpgroups; MEMORY is 2
 # Slots of q, g, inverse and e; and of k and v.
 STAGES, K_STAGES = 2, 2
-# Registers of dv, dk and state, by heads in a tile: two have half as much of a state, and twice as
-# many of a and b.
+# Registers a thread of dv, dk and state, by heads in a tile: with two heads a state is half as
+# large, and there are twice as many a and b.
 OWN_REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
 
 
@@ -93,11 +97,14 @@ def channel_key_gradient(
     k_sum: jax.Array | None,
     borders: OfSequence = NO_BORDERS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The flow, dv and E [B, H, runs, D].
+    """Launches the kernel. It returns the flow, dv and E [B, H, runs, D].
 
-    Of q^ and k~ in q and k, R^T [B, H, P, D, V] in bfloat16 and u [B, H, P, D] behind each piece in
-    r and u; onto: the root of what is left of both when a chunk's middle sees them, [B, H,
-    chunks * D]; all else is `channel_query_gradient`'s."""
+    Args:
+      q, k: q^ and k~.
+      inverse, e, kv, k_sum: as `channel_query_gradient` returns them.
+      r, u: R^T [B, H, P, D, V] in bfloat16 and u [B, H, P, D] behind each piece.
+      onto: `Factors.of_queries` of `channel_backward.py`, [B, H, chunks * D].
+    """
     tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
@@ -219,7 +226,7 @@ def channel_key_gradient(
                 mosaic.wait_until_free(k_free, chunk, K_STAGES)
                 for ref, head, tiles in ((k_ref, of_features, k_s), (v_ref, of_values, v_s)):
                     tiling.copy_tile(ref, item, rows, head, tiles, k_slot, k_loaded)
-                # Behind the loads of the next chunk, since each quarter waits for the one before.
+                # After the loads of the next chunk, since each quarter waits for the one before.
                 pl.when(chunk > 0)(lambda: load_state(chunk - 1))
 
             def load_state(chunk: Any) -> None:
@@ -298,8 +305,8 @@ def channel_key_gradient(
                     return multiply(*((own, [(x, y)]) for own, x, y in of_sums))
 
                 def at_border() -> Any:
-                    """Queries ahead of the first border, and nothing of later chunks. DV and DK
-                    read all of q' and g, so the others are masked in registers."""
+                    """Adds the queries ahead of the first border, and drops the sums over later
+                    chunks. DV and DK read all of q' and g, so q' is masked in registers."""
                     row = plgpu.broadcasted_iota(jnp.int32, (C,), dimension=0, layout=OF_COLUMNS)
                     reads = jnp.where(row < borders.reads, 1.0, 0.0)
                     found: list[Any] = [None] * 4
@@ -340,9 +347,9 @@ def channel_key_gradient(
                 plgpu.copy_smem_to_gmem(own, crossing_ref.at[item.batch, head, run])
 
         def seen(item: Item, x: jax.Array) -> jax.Array:
-            """x [j, i] where query i sees key j, else 0."""
+            """x [j, i], 0 where query i does not see key j."""
             x = jnp.where(channel_blocks.sees(spec, item, queries=1), x, 0.0)
-            # Rounded in pairs: behind the choice each would be by itself.
+            # Without the barrier the selected numbers would be rounded singly, not in pairs.
             return lax.optimization_barrier(x)
 
         def values_chunk(item: Item, chunk: Any) -> None:

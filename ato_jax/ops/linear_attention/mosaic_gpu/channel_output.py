@@ -1,31 +1,32 @@
-"""The causal output with a gate for each step and channel.
+"""out [B, T, H, V] of causal calls with a decay per step and channel, one block for each piece.
 
-As in `output.py`, with q^ and k~ of `channel.py` in place of phi(q) and phi(k), and with S [V, F]
-and z [F] as the middle of the chunk sees them:
+`causal.py` launches it, after `channel_sums.py` and the scan over pieces. Read
+`channel.py` first: it defines q^, k~, G, the middle row m, and turns. With S [V, F] and z [F] the
+state ahead of the chunk, scaled to its middle row, the kernel is `output.py` with q^ and k~ in
+place of phi(q) and phi(k):
 
     w[i, j] = q^_i . k~_j for j <= i of the same chunk, else 0
     out_i = (q^_i S^T + sum_j w[i, j] v_j) / max(q^_i . z + sum_j w[i, j], eps)
-    S = exp2(G_m' - G_m) (S + v^T k~),  z alike         for the next chunk's middle m'
+    S = exp2(G_m' - G_m) (S + v^T k~),  likewise z      for the middle row m' of the next chunk
 
-    memory    loads S, z of a piece, its chunks and their gates, as slots come free
-    features  two, half of F each: q^ and k~ in place of q and k; z in every column of a tile
-              [64, 8]; den_i
-    values    each a half of V: S_half [64, F] float32 in registers, w, out_half
+    memory    loads S and z of a piece, and its chunks of q, k, v and gates
+    features  two warpgroups with half of F each: they store q^ and k~ in place of q and k, keep z,
+              and compute q^_i . z
+    values    two warpgroups with half of V each: S_half [64, F] in registers, w, out_half
 
-In a piece with steep chunks a step is a turn (`channel.py`), and the chunk is loaded again for each
-of its turns. A turn's outputs are 0 in all rows but its own, so the outputs of a chunk's turns are
-added up.
+In a piece with steep chunks a step is a turn, and the chunk is loaded again for each of its turns.
+A turn's part of out is 0 in all other rows, so the parts of a chunk's turns are added up.
 
-Features of either sign cancel in these products, and roundings do not. Each rounding of q^, k~, S
-or w, and out is then off by 1.7e-3, the four of them by 3.3e-3, which is twice what rounding out
-alone leaves, and all that is allowed. So there S and w are multiplied in two parts, rounded and
-what that leaves off; one part of S after the other is in shared memory.
+Where features have either sign, products cancel and rounding errors do not: rounding each of q^,
+k~, S or w, and out adds an error of 1.7e-3, in all 3.3e-3, twice that of rounding out alone, which
+is the whole budget. So S and w are then multiplied in two parts: rounded, and what rounding left
+off. The two parts of S take the same place in shared memory, one after the other.
 
-Where segments begin in a chunk, w, what is read of S and z, and the keys that S and z gain are
-masked (`channel_turns.py`), and S is multiplied anew behind w. A turn adds to S there in any case.
+Where segments begin in a chunk, masks apply to w, to what is read of S and z, and to the keys that
+are added to S and z (`channel_turns.py`), and v^T k~ is a product of its own behind w.
 
 Where a tile holds two heads, "half" means one of them, and products are over its 64 columns. Where
-heads are cut into blocks (`channel_blocks.py`), the kernel leaves numerators and denominators in
+heads are cut into blocks (`channel_blocks.py`), the kernel returns numerators and denominators in
 place of out. In float16 q^, k~, S and z are multiplied by powers of two (`channel_powers.py`).
 """
 
@@ -75,7 +76,7 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 WARPGROUPS = 5
 MEMORY_REGISTERS = 32
-# Registers of values and features, by whether S and w are multiplied in two parts.
+# Registers a thread of values and features, by whether S and w are multiplied in two parts.
 OWN_REGISTERS = {False: (136, 88), True: (160, 64)}
 
 
@@ -92,18 +93,19 @@ def channel_output(
     borders: OfSequence = NO_BORDERS,
     powers: Powers | None = None,
 ) -> tuple[jax.Array, ...]:
-    """out, from s and z as in `output`.
+    """Launches the kernel and returns out; or, where XLA adds up blocks (`channel_blocks.adds_up`),
+    numerators in float32 and, if normalised, den [B, H, T up to a whole chunk]. If
+    `keeps_features`, it also returns q^, k~, and the sums of the gates over each half of a chunk,
+    [B, H, chunks, 2, F], which are valid in pieces that are not steep.
 
-    of_chunks are the gates; turns [B, tiles, chunks], which says how many turns each chunk takes;
-    and steep [B, tiles, P], whether any chunk of a piece takes more than one. The number of tiles
-    is G, or G / 2 where a tile holds two heads. powers: in float16 (`channel_powers.py`), and S and
-    z are multiplied by them.
-
-    If `keeps_features`, also returns q^, k~, and the sums of the gates over both halves of each
-    chunk, to base 2, [B, H, chunks, 2, F]; they are written for pieces that are not steep. Where
-    blocks of features are added up later, returns the numerators of all heads in float32 in place
-    of out and, if normalised, den [B, H, T up to a whole chunk]."""
-    # An item each: what is loaded at its start is never loaded again.
+    Args:
+      s, z: the state ahead of each piece, of the shapes that `output` takes.
+      of_chunks: the gates; the number of turns of each chunk, [B, tiles, chunks]; and whether a
+        piece has a chunk of more than one turn, [B, tiles, P]. There are G tiles, or G / 2 where a
+        tile holds two heads.
+      powers: in float16 (`channel_powers.py`), by which s and z are multiplied already.
+    """
+    # One item for each block: the storage of a piece's start is loaded once.
     tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
@@ -184,7 +186,7 @@ def channel_output(
                     plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
 
             def leave_if(item: Item, condition: Any, leave: Callable[[], None]) -> None:
-                # Heads with the same features have them alike.
+                # Heads that differ in the block of values alone have the same features.
                 if (is_first := channel_blocks.has_first_values(spec, item.head)) is not None:
                     condition = is_first & condition
                 pl.when(condition)(leave)
@@ -220,7 +222,7 @@ def channel_output(
                     source = tiling.part(v_ref, item, rows, own_head, half)
                     plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
                 if keeps_features and turn is None:
-                    # Behind the loads of the next chunk.
+                    # After the loads of the next chunk, which must not wait for these stores.
                     leave_if(item, chunk > 0, lambda: leave_features(chunk - 1))
                     leave_if(item, chunk == item.chunks - 1, lambda: leave_features(chunk))
                 return carried
@@ -274,7 +276,7 @@ def channel_output(
                     channel.sums_of(weights, rounded), channel.sums_by_channel(rounded, halves)
                 )
                 first, second = channel.halves(both)
-                # Its square is what is left of a state, and may be less than float32 holds.
+                # Its square is the factor of the state, which may underflow in float32.
                 onto = jnp.exp2((behind + first) * 0.5)
                 if spec.normalize:
                     totals = chunk_decay.times_squares(totals, onto)
@@ -306,7 +308,7 @@ def channel_output(
                     if has_borders:
                         plgpu.commit_smem()  # all warps have multiplied by it
                     borders.when_some(store_ones)
-                    plgpu.barrier_wait(v_loaded.at[v_slot])  # what was there has been read
+                    plgpu.barrier_wait(v_loaded.at[v_slot])  # the old den in this slot was read
                     den = times(jnp.sum(den, axis=1) / ALIKE, item, half, Power.OVER_SUMS)
                     den_s.at[v_slot, half][...] = den
                     plgpu.barrier_arrive(den_known.at[v_slot])
@@ -317,7 +319,8 @@ def channel_output(
             each(item, lambda _: (totals, none), map_step)
 
         def eps_and_scale(item: Item, half: Any, slot: Any) -> tuple[Any, Any]:
-            """In float16 of each row: denominators and numerators have both powers of two."""
+            """eps and the scale; in float16 of each row, since numerators and denominators contain
+            the powers of the row and of the head."""
             if powers is None:
                 return spec.eps, spec.scale
             row = load(tiling.rows_in(powers_s, slot, half), OF_ROWS)
@@ -337,7 +340,7 @@ def channel_output(
                 S, *found = carried
                 borders = chunk_borders.of_chunk(begins_ref, chunks_ref, item, chunk)
                 masks = Masks(borders, turn)
-                # In turns S is there to add to, and takes registers until then.
+                # Then keys are masked before they are added to S, in a product of its own.
                 adds_later = has_borders and turn is not None
                 slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
                 values = v_s.at[v_slot, half]
@@ -371,7 +374,7 @@ def channel_output(
                     lambda: (w, out),
                 )
                 w = jnp.where(channel_blocks.sees(spec, item), w, 0.0)
-                # Rounded in pairs: behind the choice each would be by itself.
+                # Without the barrier the selected numbers would be rounded singly, not in pairs.
                 w = lax.optimization_barrier(w)
                 parts = [mosaic.rounded(w, tiling.dtype)]
                 if in_two_parts:
@@ -425,7 +428,7 @@ def channel_output(
 
                     @pl.when(half == 0)
                     def _() -> None:
-                        # Shared memory has no room for it.
+                        # Stored from registers: shared memory has no room for den.
                         of_rows = den_ref.at[item.batch, item.head, item.rows(chunk)]
                         mosaic.store_in_memory(of_rows, den)
 

@@ -1,4 +1,4 @@
-"""Shared memory and barriers of `channel_output.py`."""
+"""Shared memory and barriers of `channel_output.py`, as `scratch` of its launch."""
 
 from __future__ import annotations
 

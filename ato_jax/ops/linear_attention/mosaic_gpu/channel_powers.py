@@ -1,17 +1,18 @@
-"""Powers of two for float16 in the output with a gate per step and channel.
+"""Powers of two for float16 in `channel_output.py` and `channel_sums.py`; XLA computes them.
 
-Features carry a factor of 2^-8 to 2^8 beside the gates (`MOST_LOST_IN_FLOAT16`), and float16's
-normal numbers lie between 2^-14 and 2^16. So whatever is rounded is multiplied by a power of two:
+The gates scale features by 2^-8 to 2^8 (`MOST_LOST_IN_FLOAT16`), while float16's normal numbers lie
+between 2^-14 and 2^16. So each operand is multiplied by a power of two before it is rounded:
 
     keys      c_k   one for each head: the largest phi(k) c_k is between 2^6 and 2^7
-    queries   c_i   one for each row: its largest phi(q_i) c_i is between 1 and 2. Weights are then
-                    at most 128 products of 2^8
-    state     s     S c_k s, whose bound is c_k sum_j max phi(k_j) max |v|
-    sums      t     z c_k t, whose bound is c_k sum_j max phi(k_j)
+    queries   c_i   one for each row: the largest phi(q_i) c_i is between 1 and 2. A weight is then
+                    a sum of at most 128 products of at most 2^8
+    state     s     S c_k s, from the bound c_k sum_j max phi(k_j) max |v|
+    sums      t     z c_k t, from the bound c_k sum_j max phi(k_j)
 
-c_i and c_k cancel in out, but for eps; where numerators and denominators are left, and without a
-normaliser, kernels divide by them. The sums of pieces multiply keys by 2^8 c_k, since no exponent
-is positive there, and XLA divides these sums by it.
+c_i and c_k cancel in a normalised out, whose eps is multiplied by both. Where the kernel returns
+numerators and denominators, and without a normaliser, it divides by them. `channel_sums.py`
+multiplies keys by 2^8 c_k, since its exponents are never positive, and XLA divides the sums by
+that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ato_jax.mosaic import F32
 from ato_jax.ops.linear_attention.mosaic_gpu import channel_blocks, powers
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec
 
-# No power of a bound is larger: products of two, and of one with a sum, stay finite in float32.
+# The largest power: products of two powers, and of a power with a sum, stay finite in float32.
 MOST = 2.0**60
 
 
@@ -41,23 +42,24 @@ class Powers(NamedTuple):
     of_heads: jax.Array  # [B, G, 7], float32
 
     def of_keys(self, *, room: float = 1.0) -> jax.Array:
-        """log2 of c_k times `room`, [B, G]."""
+        """log2(c_k room), [B, G]."""
         return self.of_heads[..., Power.LOG_KEYS] + jnp.log2(room)
 
     def rounded(self, kv: jax.Array) -> jax.Array:
-        """States [B, G, P, V, F] as kernels read them."""
+        """States [B, G, P, V, F] times c_k s, in float16."""
         factor = self.of_heads[..., Power.KEYS] * self.of_heads[..., Power.STATE]
         return (kv * factor[..., None, None, None]).astype(jnp.float16)
 
     def of_sums(self, k_sum: jax.Array) -> jax.Array:
-        """[B, G, P, F] times c_k."""
+        """z [B, G, P, F] times c_k."""
         return k_sum * self.of_heads[:, :, Power.KEYS, None, None]
 
 
 def of_call(
     spec: LinearAttentionSpec, inputs: Inputs, start: tuple[jax.Array, jax.Array] | None
 ) -> Powers | None:
-    """None but in float16. `start` is a state as kernels have its heads, S [B, G, V, F]."""
+    """The powers of a call; None but in float16. `start` is the initial state in the layout of the
+    kernels, S [B, G, V, F] and z [B, G, F]."""
     c_k = powers.powers_of_keys(spec, inputs)
     if c_k is None:
         return None
@@ -90,7 +92,7 @@ def _of_queries(spec: LinearAttentionSpec, q: jax.Array) -> jax.Array:
 
 
 def _of_features(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
-    """x [B, heads of features in memory, ..] for each of the kernels' heads."""
+    """x [B, heads of q or k in memory, ..], repeated for each of the kernels' heads."""
     return channel_blocks.of_pairs(spec, x, of_values=False)
 
 

@@ -1,7 +1,9 @@
-"""The gradient of the causal output's queries with a gate for each step and channel.
+"""dq and the flow [B, T, H, D] of queries, for causal calls with a decay per step and channel.
 
-It is made of q^ and k~ of `channel.py`. With g the cotangent of out, S [V, F] and z [F] as the
-middle of a chunk sees the keys ahead of it, and z_i = z + sum_{j<=i} k~_j:
+`channel_backward.py` launches it, with q^ and k~ of the forward pass. Read `channel.py` first for
+q^, k~ and the middle row, and `query_gradient.py` for the pass without a decay. With g the
+cotangent of out, S [V, F] and z [F] the state ahead of a chunk, scaled to its middle row, and
+z_i = z + sum_{j<=i} k~_j:
 
     w[i, j] = g_i . v_j for j <= i of the same chunk, else 0
     D_i     = g_i S + sum_j w[i, j] k~_j
@@ -10,20 +12,20 @@ middle of a chunk sees the keys ahead of it, and z_i = z + sum_{j<=i} k~_j:
     q'_i    = q^_i inverse_i
     flow_i  = q'_i (D_i - e_i z_i),  dq_i = q^_i (D_i - e_i z_i) inverse_i phi'(q_i) / phi(q_i)
 
-as in `query_gradient.py`; but w is multiplied in two parts, rounded and what that leaves off, since
-the gates' gradient is a difference of this walk's and the other walk's result for each pair. For
-the same reason q' is rounded here as it is in `channel_key_gradient.py`. The kernel stores the
-flow, inverse and e in float32, and S and z ahead of each run as they were multiplied. Unnormalised,
-inverse is the scale, and e is 0.
+The gradient of the gates is, for each pair, a difference between the results of this walk and of
+`channel_key_gradient.py`. So w is multiplied in two parts (rounded, and what rounding left off),
+and q' is rounded as it is there. The kernel writes the flow, inverse and e in float32, and S and z
+ahead of each run with the rounding that the products have. Without a normaliser inverse is the
+scale, and e is 0.
 
-Where segments begin in a chunk (`chunk_borders.py`), w and what is read of S and z are masked, and
-then the features that S and z gain, so that these products follow one another.
+Where segments begin in a chunk (`chunk_borders.py`), masks apply to w and to what is read of S and
+z, and then to the features that are added to S and z: products that run one after the other.
 
-    memory    loads S, z of a piece and its chunks, as slots come free
-    values    each a half of F: S_half^T [64, V] float32 in registers, w, D_half, z_i's half
+    memory    loads S and z of a piece, and its chunks values    two warpgroups with half of F each:
+    S_half^T [64, V] in registers, w, half of D and z_i
 
-Where a tile holds two heads of 64 columns, each half is a head: it has g, v and w of its own, and
-its sums are whole, so the two exchange nothing, and each stores both inverse and e.
+Where a tile holds two heads of 64 columns, each half is a head with its own g, v and w. The two
+warpgroups then exchange nothing, and each writes inverse and e.
 """
 
 from __future__ import annotations
@@ -72,17 +74,16 @@ VALUES_REGISTERS, MEMORY_REGISTERS = 232, 40
 
 
 class Factors(NamedTuple):
-    """The factors of a chunk's products. Some are tiles in shared memory, the others are in
-    registers."""
+    """The operands of a chunk's products, tiles in shared memory or in registers."""
 
     g: Any
     state: Any  # S^T, rounded
     features: Any  # k~, half of its columns
     v: Any
-    of_pairs: Any  # both parts of w, with the features
-    ones: Any
+    of_pairs: Any  # the products of both parts of w with the features
+    ones: Any  # as many columns as a product needs, to sum features over rows
     sees: Callable[[], jax.Array]  # [64, 64], a mask of pairs
-    z: Any = None  # ahead of the chunk; None where unnormalised
+    z: Any = None  # ahead of the chunk; None without a normaliser
 
     def z_before(self) -> jax.Array:
         return mosaic.in_rows(load(self.z, OF_COLUMNS), C)
@@ -93,7 +94,7 @@ def ones_where(seen: jax.Array) -> jax.Array:
 
 
 def read_at_once(factors: Factors, S: jax.Array, totals: jax.Array) -> Any:
-    """D, S behind the chunk and, normalised, z_i and z behind it."""
+    """D, and S behind the chunk; with a normaliser also z_i, and z behind the chunk."""
     features = factors.features
     sums = [
         (mosaic.zeros(C, HALF), ((factors.g, factors.state), *factors.of_pairs)),
@@ -109,8 +110,9 @@ def read_at_once(factors: Factors, S: jax.Array, totals: jax.Array) -> Any:
 
 
 def read_at_border(borders: Any, factors: Factors, S: jax.Array, totals: jax.Array) -> Any:
-    """As `read_at_once` where segments begin in the chunk: one product after the other, as there
-    are no registers for all factors. Features that are no part of the state are set to 0 last."""
+    """The results of `read_at_once` where segments begin in the chunk. Products follow one another,
+    since registers have no room for all operands. Features that are not added to the state are set
+    to 0 in the end."""
     features = factors.features
     (D,) = multiply((mosaic.zeros(C, HALF), [(factors.g, factors.state)]))
     (D,) = multiply((mosaic.rows_within(D, None, borders.reads), factors.of_pairs))
@@ -143,12 +145,18 @@ def channel_query_gradient(
     weights: tuple[jax.Array, jax.Array] | None = None,
     borders: OfSequence = NO_BORDERS,
 ) -> tuple[jax.Array, ...]:
-    """dq; the flow; inverse and e [B, H, T up to a whole chunk]; and S^T [B, H, runs, D, V] in
-    bfloat16 and, normalised, z [B, H, runs, D], ahead of each run.
+    """Launches the kernel. It returns dq; the flow; inverse and e, [B, H, T up to a whole chunk];
+    and ahead of each run S^T [B, H, runs, D, V] in bfloat16 and, with a normaliser, z [B, H, runs,
+    D].
 
-    x is the queries, q and k are q^ and k~, and s and z are S^T and z ahead of each piece. onto
-    [B, H, chunks * D] is `Factors.of_keys` of `channel_backward.py`. weights are inverse and e,
-    which a head whose features are cut does not know (`channel_blocks.py`)."""
+    Args:
+      x: the queries.
+      q, k: q^ and k~.
+      s, z: S^T and z ahead of each piece.
+      onto: `Factors.of_keys` of `channel_backward.py`, [B, H, chunks * D].
+      weights: inverse and e, if heads are cut and the kernel cannot compute them
+        (`channel_blocks.py`).
+    """
     tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
     is_given, has_borders = weights is not None, borders.chunks is not None
@@ -156,7 +164,7 @@ def channel_query_gradient(
     scratch = dict(
         g_s=tiling.tiles(STAGES),
         v_s=tiling.tiles(STAGES),
-        q_s=tiling.shared(Q_STAGES, 2, C, HALF),  # where dq replaces q^
+        q_s=tiling.shared(Q_STAGES, 2, C, HALF),  # q^, in whose place dq is stored
         x_s=tiling.shared(2, C, HALF),
         k_s=tiling.shared(K_STAGES, 2, C, HALF),
         s_s=tiling.shared(2, HALF, spec.V),
@@ -274,11 +282,11 @@ def channel_query_gradient(
             sees = functools.partial(channel_blocks.sees, spec, item)
 
             def give_back(chunk: Any) -> None:
-                """The slot from which dq was stored."""
+                """Releases the slot from which dq was stored."""
                 plgpu.barrier_arrive(q_free.at[slot_of(chunk, Q_STAGES)])
 
             def keep_state(chunk: Any) -> None:
-                """What was published, if the chunk is the first of its run."""
+                """Writes S and z ahead of the chunk, if it is the first chunk of its run."""
 
                 @pl.when(lax.rem(chunk, channel.CHUNKS) == 0)
                 def _() -> None:
@@ -301,7 +309,7 @@ def channel_query_gradient(
                 def publish() -> None:
                     s_s.at[half][...] = S.astype(BF16)
                     if spec.normalize:
-                        z_s.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
+                        z_s.at[half][...] = jnp.max(totals, axis=1)  # all columns are equal
                     plgpu.commit_smem()
                     keep_state(chunk)
 
@@ -310,7 +318,7 @@ def channel_query_gradient(
                 plgpu.barrier_wait(loaded.at[slot])
                 g, v = (tiling.head_in(tiles, slot, half) for tiles in (g_s, v_s))
                 (w,) = multiply((mosaic.zeros(C, C), [(g, v.T)]), meanwhile=publish)
-                # Rounded in pairs: behind the choice each would be by itself.
+                # Without the barrier the selected numbers would be rounded singly, not in pairs.
                 w = borders.either(lambda: jnp.where(borders.pairs_from(), w, 0.0), lambda: w)
                 w = lax.optimization_barrier(jnp.where(sees(), w, 0.0))
                 rounded = mosaic.rounded(w)

@@ -1,16 +1,17 @@
-"""The sums of each piece's keys, as its end sees them through a gate per step and channel.
+"""The sums over the keys of each piece with a decay per step and channel, and how steep chunks are.
 
-The kernel also finds how steep each chunk is. For the last piece it finds only that, unless the
-sums are returned as the sequence's state.
+`causal.py` launches it before the scan over pieces and of `channel_output.py`.
+Read `channel.py` first. The sums are scaled to the last row T of the piece. For the last piece they
+are left out, unless the call returns its state.
 
-    S = sum_j v_j phi(k_j)^T exp2(G_T - G_j) [V, F],  z alike [F]        for the piece's last row T
+    S = sum_j v_j phi(k_j)^T exp2(G_T - G_j) [V, F],  z = sum_j phi(k_j) exp2(G_T - G_j) [F]
 
-Chunk by chunk, with k'_j = phi(k_j) exp2(G_C - G_j) for its last row C, S = exp2(G_C) S + v^T k':
-no exponent is positive, however strong a gate is.
+Chunk by chunk, with k'_j = phi(k_j) exp2(G_C - G_j) for the last row C of the chunk, this is
+S = exp2(G_C) S + v^T k'. No exponent is positive, however strong a gate is.
 
     memory    loads chunks of k, v and the gates
-    features  two, half of F each: k' in place of k, and z in every column of a tile [64, 8]
-    values    each a half of V of S, in registers
+    features  two warpgroups with half of F each: they store k' in place of k, and sum z
+    values    two warpgroups with half of V each: they keep S in registers
 
 Where a tile holds two heads, each half is one of them.
 """
@@ -52,11 +53,15 @@ def channel_sums(
     borders: OfSequence = NO_BORDERS,
     k_powers: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums of each piece's gates to base 2, [B, G, P,
-    F]; and `least`, from which `channel.turns_of` tells how steep each chunk is. All in float32.
-    With segments the sums are over the rows that `borders.adding` names. k_powers [B, G]: log2 of
-    what keys are multiplied by, and so both sums (`channel_powers.py`)."""
-    # An item each: there is room for the sums of one.
+    """Launches the kernel. It returns in float32 kv [B, G, P, V, F]; k_sum [B, G, P, F]; the sums
+    of each piece's gates, [B, G, P, F]; and `least`, from which `channel.turns_of` computes the
+    number of turns of each chunk. With segments the sums are over the rows of `borders.adding`.
+
+    Args:
+      k_powers: [B, G], in float16 log2 of the power of two by which keys, and so both sums, are
+        multiplied (`channel_powers.py`).
+    """
+    # One item for each block, since there is room for the sums of one.
     tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     heads = frame.heads_of_tile(spec)
@@ -112,7 +117,7 @@ def channel_sums(
         begins_ref, chunks_ref, adding_ref = border_refs or (None, None, None)
 
         def summed(item: Item) -> Any:
-            """How many chunks of an item are summed up."""
+            """The number of chunks of an item that are summed up."""
             if spec.return_state:
                 return item.chunks
             return jnp.where(item.piece < deal.pieces - 1, item.chunks, 0)

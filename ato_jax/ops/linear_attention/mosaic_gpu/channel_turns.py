@@ -1,5 +1,8 @@
-"""The steps of the causal output with a gate per channel, chunks or turns (`channel.py`), and the
-borders of segments within them."""
+"""The loop over the steps of `channel_output.py`, and the masks of segments within a step.
+
+A step is a chunk, or in a piece with steep chunks a turn: a range of rows of a chunk
+(`channel.py`). All roles of the kernel run `each_step`, so that their steps agree.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ def each_step(
     do: Callable[[Any, Any, channel.Turn | None, Any, Any], Any],
     in_float16: bool = False,
 ) -> Any:
-    """Runs `do(step, chunk, turn, is_last, carried)` for each step of an item; returns how many
-    steps there were.
+    """Runs `do(step, chunk, turn, is_last, carried)` for each step of an item, and returns the
+    number of steps.
 
-    `carried` is what `do` returned for the step before, at first `start(in_turns)`. Where no chunk
-    of the piece is steep, a step is a chunk, and turn is None. `is_last` says whether this is the
-    chunk's last turn.
+    `carried` is the result of `do` in the step before, and `start(in_turns)` in the first one. If
+    no chunk of the piece is steep, each step is a chunk, and `turn` is None. `is_last` says whether
+    the step is the last one of its chunk.
     """
 
     def whole() -> Any:
@@ -59,18 +62,17 @@ def each_step(
 
 
 class Masks(NamedTuple):
-    """The borders of segments, with rows of `begins`, within a chunk or within a turn of it.
+    """The masks of a step in which segments begin.
 
-    A turn is to later turns what a chunk is to later chunks: row i sees the state ahead of it where
-    its segment begins ahead of the turn, and the turn's last row says which rows are part of the
-    state behind it.
+    Turns follow each other as chunks do: row i sees the state ahead of the turn if its segment
+    begins ahead of the turn, and the rows of the last row's segment are added to the state.
     """
 
     borders: Borders
     turn: channel.Turn | None
 
     def reading(self, x: jax.Array) -> jax.Array:
-        """x [C, columns] in rows that see the state ahead, else 0."""
+        """x [C, columns], 0 in rows that do not see the state ahead of the step."""
         reads = self.borders.reads
         if self.turn is None:
             return mosaic.rows_within(x, None, reads)
@@ -82,12 +84,12 @@ class Masks(NamedTuple):
 
     @property
     def adds(self) -> Any:
-        """The first row that is part of the state behind."""
+        """The first row that is added to the state."""
         return self.borders.adds if self.turn is None else self.borders.rows[self.turn.last]
 
     def left(self, x: jax.Array) -> jax.Array:
-        """Returns x, which belongs to the state ahead of the rows, or 0 where a border lies between
-        that state and their last row."""
+        """x, a part of the state ahead of the step, or 0 if a border lies between that state and
+        the step's last row."""
         if self.turn is None or self.borders.exist is None:
             return self.borders.left(x)
         first, last = self.turn.first, self.turn.last
