@@ -1,12 +1,19 @@
-"""Each query sees the keys up to its own, on Hopper.
+"""Both passes of causal calls, heads of up to 128 columns: `keep` forward, `backward` backward.
 
-The sequence is cut into as many pieces as fill the card, few: their sums (`sums.py`) are added up
-(`scans/edges.py`), and each piece is walked with its running state in registers (`output.py`).
-Backwards the queries' gradient is such a walk, too (`query_gradient.py`), and that of keys and
-values one from the end (`query_sums.py`, `key_gradient.py`). A decay comes as sums of its
-logarithms (`scans/gates.py`), and its gradient is made of what both walks leave (`scans/flows.py`).
-Gates of channels have kernels of their own (`channel.py`, `channel_backward.py`), and so have
-wide heads (`wide_heads.py`).
+The backend (`__init__.py`) calls them. A sequence is cut into the fewest pieces that fill the card
+(`causal_pieces.py`). The kernels, in the order in which they run, with XLA's scans between them:
+
+    sums.py              the sums over each piece's keys; `scans/edges.py` adds them up to the state
+                         ahead of each piece
+    output.py            walks each piece from its start, with the state in registers; writes out
+    query_gradient.py    is such a walk, too, and writes dq
+    query_sums.py        the sums over each piece's queries
+    key_gradient.py      walks each piece from its end and writes dk and dv
+
+Read `output.py` next. A decay per head or step is passed as prefix sums of its log2
+(`scans/gates.py`); its gradient follows from sums that both gradient walks write
+(`scans/flows.py`). A decay per channel has kernels of its own, which this module launches, too
+(`channel.py`, `channel_backward.py`). Wide heads are in `wide_heads.py`.
 """
 
 from __future__ import annotations
@@ -57,26 +64,25 @@ from ato_jax.ops.linear_attention.spec import (
 )
 
 State = tuple[jax.Array, jax.Array]
-# The gradients by another backend.
+# Computes the gradients by another backend.
 Fallback = Callable[[LinearAttentionSpec, Residuals, Outputs], Inputs]
 
 
 class Kept(NamedTuple):
-    """`Outputs`, and the sums ahead of each piece, as `output` reads them; with gates of channels,
-    where they are wanted, the features, too."""
+    """The outputs, and what the backward pass reads of the forward pass."""
 
     out: jax.Array
     state: LinearState
-    s: jax.Array
+    s: jax.Array  # S and z ahead of each piece, as `output` reads them
     z: jax.Array
-    features: channel_backward.Features | None = None
+    features: channel_backward.Features | None = None  # with a decay per channel, if asked for
     units: jax.Array | None = None  # of the rows of s, in float16
     k_powers: jax.Array | None = None  # in float16
-    # Where each query sees every key through a decay: what rows of out are divided by, and the sums
-    # of the walk from the end, as s and z.
+    # Where each query sees every key through a decay: the denominators, and the sums of the walk
+    # from the end, of the shapes of s and z.
     den: jax.Array | None = None
     behind: State | None = None
-    rest: jax.Array | None = None  # what rounding out left off, of heads that are cut
+    rest: jax.Array | None = None  # what rounding left off out, where heads are cut into blocks
 
     def plain(self) -> Outputs:
         return Outputs(self.out, self.state)
@@ -89,8 +95,9 @@ def keep(
     features: bool = False,
     later: Later | None = None,
 ) -> Kept:
-    """`inputs.decay` are the gates; those of channels as they are given, with which `features` says
-    whether these are kept, too. `later` is of keys behind each query, where it sees these."""
+    """The forward pass. `inputs.decay` holds the gates, or the decays themselves if they are per
+    channel; `features` then asks for the scaled features, too. `later` has the sums over the keys
+    behind each query, if queries see these (`both_ways.py`)."""
     deal = causal_pieces.deal_of(spec, config)
     if spec.decay == "channel":
         return _keep_by_channel(spec, deal, inputs, features)
@@ -122,7 +129,7 @@ def _or_zeros(spec: LinearAttentionSpec, state: LinearState | None) -> LinearSta
 
 
 def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
-    """Without a decay. As `keep`, with sums of keys and values of 8 bits."""
+    """The forward pass of q, k and v in 8 bits, without a decay."""
     deal = causal_pieces.deal_of(spec, config)
     pieces, found = deal.pieces - (not spec.return_state), None
     if pieces:
@@ -136,7 +143,7 @@ def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8I
 
 
 def _as_of_pieces(pieces: int, kv: jax.Array, k_sum: jax.Array) -> State:
-    """kv [B, G, N P, F, V], a piece's in N parts, as [B, G, P, V, F]; and k_sum alike."""
+    """Adds up kv [B, G, N P, F, V], N parts for each piece, to [B, G, P, V, F]; likewise k_sum."""
     kv, k_sum = (x.reshape(*x.shape[:2], pieces, -1, *x.shape[3:]) for x in (kv, k_sum))
     return jnp.swapaxes(jnp.sum(kv, axis=3), 3, 4), jnp.sum(k_sum, axis=3)
 
@@ -242,7 +249,8 @@ def backward(
     cotangents: Outputs,
     decay: jax.Array | None,
 ) -> Inputs:
-    """`inputs.decay` are the gates; of `decay` as `flows.decay_flows` takes it is the gradient."""
+    """The backward pass. `inputs.decay` holds the gates; `decay` holds the decays as
+    `flows.decay_flows` takes them, and the gradient is that of `decay`."""
     inputs, kept = residuals
     deal = causal_pieces.deal_of_gradients(spec, config)
     ahead = k_powers = None
@@ -323,7 +331,7 @@ def gradients(
             of_inverse = powers.next_power(of_inverse)
         end = powers.times(end, 1 / k_powers)
         of_chunks = of_inverse, of_e
-    # No key reads the sums of the first piece, but the state before it.
+    # The sums of the first piece only enter the gradient of the initial state.
     first = 0 if spec.initial_state else 1
     found = None
     if deal.pieces > first:

@@ -1,6 +1,8 @@
-"""The gradients of the causal output's keys and values, walking from the end.
+"""dk and dv [B, T, G, D] of causal calls, without a decay or with one per head or step.
 
-With phi'_i, R and u as in `query_sums.py`, those of later chunks:
+`causal.py` launches it after `query_gradient.py` and `query_sums.py`. A block
+walks a piece of a head of keys from its last chunk to its first. Read `output.py` first. With R [V,
+F] and u [F] the sums over the queries of all later chunks, and phi'_i = phi(q_i) inverse_i:
 
     a[j, i] = phi(k_j) . phi'_i    for i >= j of the same chunk, else 0
     b[j, i] = v_j . g_i - e_i      for i >= j of the same chunk, else 0
@@ -23,13 +25,13 @@ Warpgroups, and the barriers between them:
     DV (0)   phi(k), a and dv  --- keys_mapped (with a decay) -->  DK (1)   b and dk
              <-- pairs_ring (steep chunks): b in shared memory ---
 
-rows are consumed by STATE, DV and DK, keys and state by DV and DK; then MEMORY loads the slot
-again, or STATE publishes anew.
+MEMORY loads a slot of `rows` again when STATE, DV and DK have consumed it, and of `keys` when DV
+and DK have; STATE stores R and u again when DV and DK have consumed `state`.
 
-phi(k) stays in DV's registers, the left factor of both products; with a decay it takes k's place,
-too, if phi's derivative is known from it: else DK maps k again. R is whole in one warpgroup: in
-halves beside dv and dk each would need the other's, every chunk. b is a difference: what rounding
-it leaves off is multiplied, too.
+phi(k) stays in DV's registers, the first factor of both products. With a decay DV also stores it to
+k's place, if phi's derivative follows from phi(k); else DK maps k again. One warpgroup, STATE, has
+all of R: if DV and DK had half of it each, they would have to exchange the halves in every chunk. b
+is a difference, so it is multiplied in two parts, rounded and what rounding left off.
 
     symbol       shape          what it is
     q, g         [64, F], [64, V]   a chunk's queries, phi' once they are mapped; cotangents of out
@@ -39,43 +41,46 @@ it leaves off is multiplied, too.
     a, b         [64, 64]       pairs of the chunk's keys j and queries i, [j, i]
     L_i          [64]           log2 of the decay from the chunk's first row to row i, summed
     m            -              the chunk's middle row
-    to_start     -              what its middle keeps of a state at the chunk's start
+    to_start     -              the factor of a sum from the chunk's first row to its middle row
 
-With a decay R and u are those of later chunks as this one's last row C sees them:
+With a decay R and u are scaled to the last row C of the chunk:
 
-    a[j, i] and b[j, i] carry exp2(L_i - L_j); R phi(k_j) and R^T v_j + u are times exp2(L_C - L_j)
-    R = exp2(L_C) R + (exp2(L_i) g_i)^T phi'_i,  u alike    after each chunk
+    a[j, i] and b[j, i] have a factor exp2(L_i - L_j); R phi(k_j) and R^T v_j + u exp2(L_C - L_j)
+    R = exp2(L_C) R + (exp2(L_i) g_i)^T phi'_i,  likewise u    after each chunk
 
-Features carry the decay (`chunk_decay.py`), R and u are those that the middle sees, and rows of dk
-are times exp2(L_m - L_j) at the end. In a steep chunk a, b, phi(k), R^T v_j + u, and g and e for
-their sums are scaled in registers.
+Features, R and u are then scaled to the chunk's middle row (`chunk_decay.py`), and rows of dk are
+multiplied by exp2(L_m - L_j) at the end. In a steep chunk a, b, phi(k), R^T v_j + u, and g and e
+for the sums are scaled in registers instead.
 
-For the gradient of the decays (`scans/flows.py`) dk leaves, of phi(k) as the queries' gradient
-has them,
+For the gradient of the decays (`scans/flows.py`) DK writes for each key, with phi(k) rounded as in
+`query_gradient.py`,
 
     phi(k_j) . (R^T v_j + u + sum_i b[j, i] phi'_i)
 
-what the pairs of a key add to the loss's derivative. In a steep chunk, where a strong decay leaves
-each row the pair with itself, and all else would be lost beside it, dk and dv leave
+the sum over the key's pairs of the loss's derivative by their exponent. In a steep chunk the pair
+of a row with itself may be far larger than all others, which would be lost beside it. There DK
+writes A_j, and DV writes I(t):
 
     A_j  = phi(k_j) . (R^T v_j + u) exp2(L_C - L_j)
     I(t) = sum over j < t <= i of a[j, i] b[j, i] / exp2(L_i - L_j)
 
-Where `splits_states`, R is multiplied in two parts for dk, rounded and what that leaves off; e and
-u are 0; and R is left at each piece's start.
+I is computed from b, which DK stores to shared memory, times a: a product with ones where j < t,
+and a sum over i. It contains no pair of a row with itself, and nothing cancels. Where
+`splits_states` holds, DK multiplies R in two parts, e and u are 0, and R is written at the start of
+each piece.
 
-I is of b, which dk puts in shared memory, times a, which dv puts beside it: a product with ones
-where j < t, and a sum over i. So there is no pair of a row with itself in it, and nothing cancels.
+Where segments begin in a chunk (`chunk_borders.py`), a and b are masked, and so is what keys read
+of R and u, by a product of its own. R and u restart from the queries ahead of the first border:
+`reading_g` has their g, and `minus_e` is 0 for the others.
 
-Where segments begin in a chunk (`chunk_borders.py`), a and b are masked, what keys have of R and u
-is a product of its own, masked behind it, and R and u start anew from the queries ahead of the
-first border: `reading_g` has their g, and `minus_e` 0 for the others.
+Where a tile holds two heads, each warpgroup does the same for both.
 
-Where a tile is of two heads, each warpgroup does for both what it does for one.
+Where H / G heads of queries read the same keys, R, u, dk and dv are sums over this group. An item
+is a piece of a head of keys. Each chunk of keys takes H / G steps of `rows`, one for each member of
+the group, and STATE stores R and u at the first of them.
 
-Where a group of H / G heads of queries reads the same keys, these are as many queries more: R, u,
-dk and dv are sums over the group. An item is of a head of keys; each chunk of its keys takes H / G
-steps of `rows`, one for each member of the group. R and u are published with the first.
+The roles MEMORY and STATE are here, DV and DK in `key_gradient_rows.py`, the shared memory in
+`key_gradient_storage.py`, and the units of float16 in `key_gradient_units.py`.
 """
 
 from __future__ import annotations
@@ -117,7 +122,7 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 def key_gradient(
     spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
 ) -> tuple[jax.Array, jax.Array, flow_places.OfKeys | None]:
-    """dk and dv; with a decay, what its gradient needs."""
+    """Launches the kernel. It returns dk and dv; with a decay also the sums for its gradient."""
     k, v, gates = arrays.k, arrays.v, arrays.gates
     of_heads = value_blocks.shape_of_heads(spec, k)
     out_type: Any = jax.ShapeDtypeStruct(of_heads, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)
@@ -154,8 +159,8 @@ def key_gradient(
 def _program(
     spec: LinearAttentionSpec, deal: mosaic.Deal, names: list[str], some_steep: bool
 ) -> mosaic.Program:
-    """Over inputs of these names. With a decay, for the pieces of which some chunk is steep, or for
-    the others, as that of queries is."""
+    """The kernel for inputs of these names. With a decay there are two, one for the pieces with a
+    steep chunk and one for all others, as in `query_gradient.py`."""
     cast = cast_of(frame.heads_of_tile(spec))
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
@@ -208,7 +213,7 @@ def load_piece(walk: Walk, item: Item) -> None:
 
 
 def state(walk: Walk) -> None:
-    """Maps queries in place, and sums up R and u."""
+    """Maps queries in place, and accumulates R and u."""
     steps = walk.each(functools.partial(sum_piece, walk))
     if walk.has_e:
 
@@ -258,7 +263,7 @@ def sum_piece(walk: Walk, item: Item) -> None:
 
 
 def r_behind(walk: Walk, item: Item) -> Iterator[list[jax.Array]]:
-    """R behind the piece, of each head in turn, float32, in the parts that it is multiplied in."""
+    """R behind the piece in float32: for each head in turn the parts in which it is multiplied."""
     if not walk.keeps_start:
         for of_head in walk.parts_of_r():
             yield [load(rows).astype(F32) for rows in of_head]
@@ -395,9 +400,9 @@ def sum_at_once(walk: Walk, queries: list[Any], added: list[list[Any]], sums: An
 def sum_at_border(
     walk: Walk, borders: Borders, slot: Any, is_first: bool, queries: list[Any], sums: Any
 ) -> Any:
-    """R and u of all heads where segments begin in the chunk: of the queries ahead of the first
-    border, and nothing of later chunks. Their g are copied to a place of their own, with 0 for the
-    others, as DV and DK read all of g."""
+    """R and u of all heads where segments begin in the chunk: sums over the queries ahead of the
+    first border alone. Their g are copied to `reading_g`, with 0 for the others, since DV and DK
+    read all of g."""
     own, tiling = walk.own, walk.tiling
     for half in range(2):
         g = load(tiling.half_of(own.g, slot, half))  # [64, 64]
@@ -425,9 +430,9 @@ def sum_one_by_one(
     total: list[jax.Array],
     parts: jax.Array | None,
 ) -> Any:
-    """R and u of head n where the chunk may be steep: there are no registers for all factors.
-    For want of them ptxas would serialize the products of other chunks, too. Sums of later chunks
-    decay with the first of a group's members."""
+    """R and u of head n where the chunk may be steep, by one product after the other. Registers
+    have no room for all operands, and without them ptxas would serialize the products of other
+    chunks, too. The sums over later chunks decay at the first member of a group."""
     reads, keeps = gates.if_steep(gates.of(OF_COLUMNS)), gates.if_steep(gates.last)
     found: list[jax.Array] = []
     for x, g in zip(total, added, strict=True):
@@ -445,8 +450,8 @@ def rest_of(x: jax.Array) -> jax.Array:
 
 
 def leave_sums(walk: Walk, item: Item, sums: Any, to_start: list[Any]) -> None:
-    """Stores R at the piece's start, rounded, and then what that leaves off, by way of its place
-    in shared memory, when DV and DK have let go of it."""
+    """Writes R at the piece's start: rounded, and then what rounding left off, from its place in
+    shared memory, once DV and DK have released that."""
     own = walk.own
     own.state.consumed.wait()
     for part, target in zip((mosaic.rounded, rest_of), walk.flows[2:], strict=True):

@@ -1,4 +1,4 @@
-"""The roles DV and DK of `key_gradient.py`: the gradients of each chunk's rows."""
+"""The roles DV and DK of `key_gradient.py`: dv [64, V] and dk [64, F] of each chunk and head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_units import (
     parts_of,
 )
 
-# A function of a group's member: it returns, for each head, the float16 units of phi' and e.
+# Maps a member of the group to the float16 units of its phi' and e, for each head of the tile.
 Units = Callable[[Any], list[tuple[Any, Any]]]
 
 
@@ -47,7 +47,7 @@ def from_here(walk: Walk) -> jax.Array:
 
 
 def values(walk: Walk) -> None:
-    """Makes dv."""
+    """The role DV."""
     if walk.some_steep:
         # Not made where it is multiplied: as a factor in registers, the same in all chunks, half of
         # its rows were not there yet in a piece's first one.
@@ -57,7 +57,7 @@ def values(walk: Walk) -> None:
 
 
 def keys(walk: Walk) -> None:
-    """Makes dk."""
+    """The role DK."""
     store_each(walk, keys_chunk, DK, walk.dk, walk.arrays.dk)
 
 
@@ -202,7 +202,7 @@ def of_last_segment(borders: Borders, rows: list[jax.Array]) -> list[jax.Array]:
 
 
 def keep_last_segment(borders: Borders, tiles: list[Any]) -> None:
-    """As `of_last_segment`, in shared memory."""
+    """Does the same to a tile in shared memory."""
     for tile in tiles:
         mosaic.keep_rows_between(tile, borders.adds, C)
     plgpu.commit_smem()

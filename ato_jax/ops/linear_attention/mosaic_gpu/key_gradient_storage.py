@@ -1,4 +1,8 @@
-"""The storage of `key_gradient.py`: what lies in shared memory, and who hands what to whom."""
+"""The roles of `key_gradient.py`, its shared memory and barriers (`Storage`), its inputs
+(`Arrays`), and `Walk`, which says what a launch computes and in how many parts it multiplies.
+
+C is 64 rows of a chunk; F and V are the columns of a tile, which holds one or two heads.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +35,19 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of q, g, inverse and e; and of k and v.
 STAGES, K_STAGES = 2, 2
-# Registers of DV, DK and STATE, by heads in a tile: two have half as much of a state, and twice as
-# many pairs of rows.
+# Registers a thread of DV, DK and STATE, by heads in a tile: with two heads a state is half as
+# large, and there are twice as many pairs of rows.
 REGISTERS = {1: (144, 144, 200), 2: (176, 176, 136)}
-DV, DK = 0, 1  # warpgroups, and what they store of `out` and `flows`
+DV, DK = 0, 1  # warpgroups, and their places in `out` and `flows`
 
 
 def keeps_start(spec: LinearAttentionSpec) -> bool:
-    """Whether `Arrays.r` is in float32: where R behind the last piece is a state's cotangent.
+    """Whether `Arrays.r` is in float32: if R behind the last piece is the cotangent of a state.
 
-    That may be far above what chunks add to R. Rounded to bfloat16, and again as it is published,
-    it loses additions below half its last digit, all with the same sign for features of one sign:
-    dv is then 4.5e-3 off. In units float16 has three digits more.
+    The cotangent may be far larger than the terms of chunks. If R is rounded to bfloat16 here, and
+    again when it is stored for each chunk, terms below half of its last digit are lost, all with
+    the same sign for features of one sign: dv then has an error of 4.5e-3. Float16, with units, has
+    three bits more.
     """
     tiling = frame.tiling(spec)
     return spec.return_state and not frame.is_wide(spec) and not mosaic.has_units(tiling.dtype)
@@ -67,20 +72,20 @@ def cast_of(heads: int) -> Cast:
 class Storage(mosaic.Storage):
     before: Array  # [64, 64] at [t, j] 1 where j < t; for steep chunks
     e: Array  # [STAGES, heads * 64] float32
-    flows: Array  # [2, heads * 64] float32: what dv and dk leave for the gradient of a decay
+    flows: Array  # [2, heads * 64] float32: the sums of DV and DK for the gradient of a decay
     g: Array  # [STAGES, 64, V], or two heads of [64, 64]
     gates: Array  # [STAGES, heads * 64] float32
     inverse: Array  # [STAGES, heads * 64] float32
     k: Array  # [K_STAGES, 64, F], or two heads of [64, 64]
-    minus_e: Array  # [heads, 8, 64] -e, half of the rows rounded, half what that left off
+    minus_e: Array  # [heads, 8, 64] -e: rounded in four rows, what rounding left off in four
     out: Array  # [2, 64, V] dv and dk, or two heads of [64, 64] each
-    pairs: Array  # [heads, 2, 64, 64] b of a steep chunk, rounded, and what that left off
-    pairs_units: Array  # [heads * 64] float32: in float16 those of its rows
+    pairs: Array  # [heads, 2, 64, 64] b of a steep chunk: rounded, and what rounding left off
+    pairs_units: Array  # [heads * 64] float32: in float16 the units of the rows of b
     q: Array  # as g
-    r: Array  # [V, F] R that the chunk's middle sees, or two heads of [64, 64]
-    r_rest: Array  # as r: what rounding left off, where states are split
+    r: Array  # [V, F] R scaled to the chunk's middle row, or two heads of [64, 64]
+    r_rest: Array  # as r: what rounding left off, if R is multiplied in two parts
     r_rows: Array  # [V] float32, for float16: the units of R's rows, then one unit for all of R
-    reading_g: Array  # as one slot of g: with segments, that of queries which earlier chunks meet
+    reading_g: Array  # as one slot of g: with segments, g of the queries that earlier chunks see
     u: Array  # [F] float32
     u_start: Array  # [F] float32: u behind the piece
     v: Array  # as k
@@ -91,7 +96,7 @@ class Storage(mosaic.Storage):
     mapped: Signal  # phi' and -e lie in the slot
     keys_mapped: Signal | None  # phi(k) lies in k's place; with a decay, for some maps
     start: Signal  # u_start of a piece has landed, and r unless it is read from global memory
-    shares: Signal | None  # of dv and of dk: what is added to them lies in their place
+    shares: Signal | None  # dv or dk of another launch has landed in its place in `out`
 
     barriers = (
         "rows.consumed",
@@ -175,14 +180,14 @@ def storage_of(spec: LinearAttentionSpec, some_steep: bool, adds: bool = False) 
 
 
 class Arrays(NamedTuple):
-    """The inputs; inside of the kernel, references to them."""
+    """The inputs; inside the kernel, references to them."""
 
     q: Any
     k: Any
     v: Any
     g: Any
     inverse: Any  # [B, H, T up to a whole chunk] float32
-    e: Any  # alike
+    e: Any  # of the same shape
     r: Any  # [B, G, P, V, F]: R behind each piece, summed over the group; see `keeps_start`
     u: Any  # [B, G, P, F] float32
     gates: Any = None  # [B, G, ..] with a decay; as `output` has them
@@ -203,8 +208,8 @@ class Arrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The kernel: what it is of, its arrays in global memory, and its storage. With a decay,
-    `some_steep` says whether it walks pieces of which some chunk is steep, or all others."""
+    """A launch: its static arguments, its arrays in global memory, and its storage. With a decay
+    `some_steep` says whether the launch has the pieces with a steep chunk, or all others."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
@@ -247,9 +252,9 @@ class Walk:
         return mosaic.hidden_position(1) >= mosaic.hidden_position(0)
 
     def seen(self, x: jax.Array) -> jax.Array:
-        """x [j, i] where query i sees key j, else 0."""
+        """x [j, i], 0 where query i does not see key j."""
         x = jnp.where(self.sees(), x, 0.0)
-        # Rounded in pairs: behind the choice each would be by itself.
+        # Without the barrier the selected numbers would be rounded singly, not in pairs.
         return lax.optimization_barrier(x)
 
     def borders(self, item: Item, chunk: Any) -> chunk_borders.Borders:
@@ -286,7 +291,7 @@ class Walk:
 
     @property
     def has_e(self) -> bool:
-        """Whether e, and so u, may be other than 0, as far as the kernel minds."""
+        """Whether the kernel reads e and computes u; else both count as 0."""
         return not splits_states(self.spec)
 
     @property
@@ -305,14 +310,14 @@ class Walk:
 
     @property
     def pairs_parts(self) -> int:
-        """In how many parts a b is multiplied, for the gradient of the decays: rounded; and what
-        that left off, where it is one sum over all steps, which may cancel, and in float16, which
-        has one unit for all pairs of the chunk."""
+        """The number of parts in which a b is multiplied for the gradient of the decays. There are
+        two where the gradient is one sum over all steps, which may cancel, and in float16, where
+        all pairs of the chunk have one unit."""
         return 2 if self.spec.decay == "head" or self.has_units else 1
 
     @property
     def group_size(self) -> int:
-        """How many heads of queries read the item's keys: steps of `rows` for each chunk."""
+        """The number of query heads that read the item's keys: steps of `rows` for each chunk."""
         return self.spec.H // self.spec.G
 
     def row_step(self, step: Any, member: Any) -> Any:
@@ -339,7 +344,8 @@ class Walk:
         return self.deal.each(do, takes=takes)
 
     def count(self, item: Item, chunk: Any) -> Any:
-        """How many rows of the chunk, from the end, count; None where all do."""
+        """The number of rows of a chunk, counted from the end, that are within the lengths; None if
+        all are."""
         if self.arrays.lengths is None:
             return None
         return item.rows_within(item.chunks - 1 - chunk, self.arrays.lengths)

@@ -1,4 +1,8 @@
-"""The units of `key_gradient.py` in float16: of R and u, of what is read of R, and of pairs."""
+"""Units of float16 in `key_gradient.py`: of R and u, of products with R, and of the pairs a and b.
+
+A matrix that is rounded is divided by its unit, or each row by one, and products are multiplied by
+it (`ato_jax/mosaic/scales.py`). The roles STATE, DV and DK call these functions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Walk
 
 
 class Before(NamedTuple):
-    """What R and u of one head lack."""
+    """The factors by which R and u of one head, as they are in registers, have to be multiplied."""
 
     to_start: Any  # what the middle of the chunk behind keeps of a state at its start
     units: Any = None  # in float16 those of R and u, of the last queries that were added
@@ -40,7 +44,7 @@ def rows_of_parts(rows: Any, total: list[jax.Array]) -> list[Any]:
 
 
 def out_of_rows_units(walk: Walk, sums: Any) -> Any:
-    """R as it was loaded, times the units of its rows."""
+    """R as it was loaded, times the units of its rows: R in float32."""
     found = []
     for (total, of_u), rows in zip(sums, walk.tiling.by_heads(walk.own.r_rows), strict=True):
         parts = zip(total, rows_of_parts(rows, total), strict=True)
@@ -58,7 +62,7 @@ def as_stored(walk: Walk, sums: Any, before: list[Before]) -> Any:
     plgpu.commit_smem()
     pairs = zip(sums, of_heads, strict=True)
     largest = [mosaic.unit_of(rows, total[0].shape[0]) for (total, _), rows in pairs]
-    plgpu.commit_smem()  # what was read, ahead of what is stored there
+    plgpu.commit_smem()  # this read finishes before the next store to the same place
     stored = []
     for rows, unit, (total, parts), of_head in zip(of_heads, largest, sums, before, strict=True):
         r, u = of_head.units
@@ -112,6 +116,6 @@ def add_parts(
 
 
 def parts_of(b: jax.Array, dtype: Any = BF16) -> list[jax.Array]:
-    """Rounded, and what that leaves off."""
+    """x rounded, and what rounding left off."""
     rounded = mosaic.rounded(b, dtype)
     return [rounded, mosaic.rounded(b - rounded.astype(F32), dtype)]

@@ -1,13 +1,14 @@
-"""The causal output.
+"""out [B, T, H, V] of causal calls, without a decay or with one per head or step.
 
-Per piece, with S [V, F] (bfloat16) and z [F] (float32) of the keys before it:
+`causal.py` and `both_ways.py` launch it, with S [V, F] and z [F] ahead of each piece, the sums over
+all earlier keys. A block takes a piece of a head, in chunks of C = 64 rows. `output_storage.py` has
+the shared memory; read `ato_jax/mosaic/rings.py` and `roles.py` for the kit. In each chunk:
 
     w[i, j] = phi(q_i) . phi(k_j) for j <= i of the same chunk, else 0
     out_i = (phi(q_i) S^T + sum_j w[i, j] v_j) / max(phi(q_i) . z + sum_j w[i, j], eps)
-    S += v^T phi(k),  z += sum_j phi(k_j)          after each chunk
+    S += v^T phi(k),  z += sum_j phi(k_j)          after the chunk
 
-The state is loaded once for a piece and carried through its chunks. Warpgroups, and the barriers
-between them:
+S and z stay in registers from chunk to chunk. Warpgroups, and the barriers between them:
 
     MEMORY (2)   loads S and z of a piece, and its chunks as slots come free, across pieces
       |    |    +---- state: S, and sums: z, loaded once a piece ------------+
@@ -22,14 +23,12 @@ between them:
       v                                                           v          v
     VALUES (0, 1)   half of V each: S_half [64, F] float32 in registers, w, out_half
 
-rows and values are consumed by FEATURES and VALUES, state by VALUES, sums by FEATURES; then MEMORY
-loads the slot again.
+MEMORY loads a slot of `rows` or `values` again when FEATURES and VALUES have consumed it, of
+`state` when VALUES has, of `sums` when FEATURES has. Both warpgroups of VALUES compute all of w,
+which is cheaper than an exchange through shared memory.
 
-Both halves compute w: that is cheaper than to hand it over.
-
-Rows of 8 bits come in a ring of their own, `eight`, from MEMORY to FEATURES, which widens half of q
-and k and half of v, times their scales, into the tiles: `rows` and `values` are then its own to
-fill, and `values` is consumed by VALUES alone.
+Rows of 8 bits come in a ring of their own, `eight`. FEATURES widens them, times their scales, and
+fills `rows` and `values` in place of MEMORY; then VALUES alone consumes `values`.
 
     symbol      shape          what it is
     q, k        [64, F]        a chunk's rows; features once they are mapped
@@ -39,32 +38,32 @@ fill, and `values` is consumed by VALUES alone.
     den         [64]           the denominator
     L_i         [64]           log2 of the decay from the chunk's first row to row i, summed
     m           -              the chunk's middle row
-    to_end      -              what is left at the chunk's end of a state that its middle sees
+    to_end      -              the factor of a state from the chunk's middle row to its last
 
 In float16 (`powers.py`) phi(k) is multiplied by a power of two of its head, and phi(q_i) by one of
-its own, which FEATURES finds: the halves exchange the largest feature of each query, where both are
-of one head, before they round phi(q). Both powers cancel in out_i, or it is divided by them.
+its row. For the latter the warpgroups of FEATURES exchange the largest feature of each query before
+they round phi(q). Both powers cancel in a normalised out_i; otherwise it is divided by them.
 
 With a decay:
 
-    w[i, j] carries exp2(L_i - L_j); out_i and its denominator read S and z times exp2(L_i)
-    S = exp2(L_C) S + (exp2(L_C - L_j) v_j)^T phi(k_j), z alike    for the chunk's last row C
+    w[i, j] has a factor exp2(L_i - L_j), and what out_i and den_i read of S and z one of exp2(L_i)
+    S = exp2(L_C) S + (exp2(L_C - L_j) v_j)^T phi(k_j), likewise z    for the chunk's last row C
 
-phi(k) carries the decay up to the middle of the chunk (`chunk_decay`), as S and z do; rows of out
-and its denominator are multiplied by exp2(L_i - L_m) at the end. In a steep chunk w, v and what is
-read of the state are scaled in registers.
+phi(k), S and z are scaled to the chunk's middle row (`chunk_decay.py`), and rows of out and den are
+multiplied by exp2(L_i - L_m) at the end. In a steep chunk w, v and what is read of the state are
+scaled in registers instead.
 
-Where segments begin in a chunk (`chunk_borders.py`), w, what is read of S and the sum with z are
-masked behind their products. Then rows of v ahead of the last segment are set to 0 in shared
-memory, and S starts anew with a product of its own; `adds` has 0 for these rows meanwhile.
+Where segments begin in a chunk (`chunk_borders.py`), masks apply to w and to what is read of S and
+z. Then rows of v ahead of the last segment are set to 0 in shared memory, and a further product
+gives the new S. Meanwhile `adds` has 0 for these rows.
 
-Every query sees every key, with a decay (`both_ways.py`): one launch walks from the end
-(`mosaic.Deal.end`) and leaves, of the keys behind each query, its sum of values and its
-denominator; another one walks from the start and adds them, `later` and `later_den`, to its own.
+Where every query sees every key through a decay (`both_ways.py`), a first launch walks from the end
+(`mosaic.Deal.end`) and writes for each query the sum over the keys behind it, and its denominator.
+A second launch walks from the start and adds these, `later` and `later_den`, to its own sums.
 
-Where a tile is of two heads, the halves are these, each with products of its own 64 columns. Where
-a tile of one head lies in two blocks (`Tiling.parts_in`), a product over F is two that are added
-up, and S two arrays of 64 columns.
+Where a tile holds two heads, "half" means one of them, and products are over its 64 columns. Where
+a tile of one head lies in two blocks (`Tiling.parts_in`), a product over F is the sum of two, and S
+is two arrays of 64 columns.
 """
 
 from __future__ import annotations
@@ -129,13 +128,13 @@ def output(
     later: Later | None = None,
     **options: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """out; and with `later`, where it is normalised, what rows of out are divided by, [B, H, T up
-    to a whole chunk] float32.
+    """Launches the kernel and returns out; with `later` and a normaliser also the denominators,
+    [B, H, T up to a whole chunk] float32.
 
     Args:
-      s, z: [B, G, P or more, V, F] and [B, G, P or more, F] in float32, the sums ahead of each
-        piece; s in the dtype of q, in float16 in units of its rows.
-      later: what `later_output` left.
+      s, z: the sums ahead of each piece. s is [B, G, P or more, V, F] in the dtype of q, in float16
+        divided by `s_units`; z is [B, G, P or more, F] float32.
+      later: the result of `later_output`.
       gates: log2 decays summed within each chunk, [B, G, T up to a whole chunk], float32.
       steep: which pieces have a steep chunk, [B, tiles, P], with G tiles, or G / 2.
       lengths: of queries and keys, [B] int32; rows behind them see nothing and are not seen.
@@ -154,7 +153,7 @@ def output_of_eight_bits(
     s: jax.Array,
     z: jax.Array,
 ) -> jax.Array:
-    """As `output`, of q, k and v of 8 bits, without a decay."""
+    """`output` for q, k and v in 8 bits, without a decay."""
     names = "q", "k", "v", "q_scale", "k_scale", "v_scale"
     arrays = {name: getattr(inputs, name) for name in names}
     (out,) = _launch(spec, deal, None, s=s, z=z, lengths=inputs.kv_lengths, **arrays)
@@ -162,10 +161,10 @@ def output_of_eight_bits(
 
 
 class Later(NamedTuple):
-    """Sums over the keys behind each query, not divided by anything."""
+    """Numerators and denominators of the keys behind each query."""
 
-    sums: jax.Array  # like out
-    den: jax.Array | None  # [B, H, T up to a whole chunk] float32, where out is normalised
+    sums: jax.Array  # of the shape and dtype of out
+    den: jax.Array | None  # [B, H, T up to a whole chunk] float32, with a normaliser
 
 
 def later_output(
@@ -180,7 +179,7 @@ def later_output(
     steep: jax.Array,
     lengths: jax.Array | None = None,
 ) -> Later:
-    """As `output`, of a deal from the end."""
+    """The launch that walks from the end, for the keys behind each query (`Deal.end` is set)."""
     sums, *den = _launch(
         spec, deal, None, q=q, k=k, v=v, s=s, z=z, gates=gates, steep=steep, lengths=lengths
     )
@@ -276,7 +275,7 @@ def load_piece(walk: Walk, item: Item) -> None:
 
 
 def features(walk: Walk, half: int) -> None:
-    """Maps q and k in place, and makes phi(q_i) . z."""
+    """Maps q and k in place, and computes phi(q_i) . z for half of F."""
     if not walk.gated:
         store_adds(walk, half)
     steps = walk.deal.each(lambda item: map_piece(walk, half, item))
@@ -286,7 +285,7 @@ def features(walk: Walk, half: int) -> None:
 
 
 def store_adds(walk: Walk, half: int, first: Any = None) -> None:
-    """1 for each key, or each from row `first` on."""
+    """Stores 1 for each key, or for each from row `first` on and 0 for the others."""
     adds = mosaic.ones(C, ALIKE, walk.tiling.dtype)
     adds = adds if first is None else mosaic.rows_within(adds, first, None)
     mosaic.store_transposed(walk.own.adds.at[half], adds)
@@ -298,7 +297,7 @@ def map_piece(walk: Walk, half: int, item: Item) -> None:
     own = walk.own
     own.sums.produced.wait()
     totals = mosaic.in_columns(load(own.z_start.at[half], OF_ROWS), ALIKE)  # z [64, 8]
-    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    plgpu.commit_smem()  # this read finishes before the next load overwrites it
     own.sums.consumed.arrive()
     map_one = functools.partial(map_chunk, walk, half, item)
     lax.fori_loop(0, item.chunks, map_one, (totals, jnp.float32(1)))
@@ -335,7 +334,7 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
             own_q[...] = mosaic.kept(phi.queries(load(own_q), first), count)
             phi_k = phi.keys(phi.present(load(own_k), first), of_keys, first)
         else:
-            # Rows that do not count may hold anything.
+            # Rows behind the lengths may hold any number, also NaN.
             largest = phi.largest_of_rows(mosaic.kept(load(own_q), count), first)
             own.q_largest.at[v_slot, half][...] = largest
             if own.largest_known is not None:
@@ -357,7 +356,7 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
         own.values.produced.arrive(v_slot)
     own.mapped.arrive(slot)
     if spec.normalize:
-        borders = walk.borders(item, chunk)  # here, where features take no registers
+        borders = walk.borders(item, chunk)  # as late as possible: features are out of registers
         if gates is not None:
             borders = borders.unless(gates.steep)
         borders.when_some(lambda: store_adds(walk, half, borders.adds))
@@ -376,7 +375,7 @@ def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, carried: Any) -> An
 
 
 def values(walk: Walk) -> None:
-    """Makes a half of out's columns, with the same half of S in registers."""
+    """Computes half of out's columns, with the same half of S in registers."""
     walk.deal.each(functools.partial(multiply_piece, walk))
     plgpu.wait_smem_to_gmem(0)
 
@@ -388,7 +387,7 @@ def multiply_piece(walk: Walk, item: Item) -> None:
     if walk.s_units is not None:
         units = load(walk.own.s_units.at[half], OF_ROWS)
         S = [part * mosaic.in_columns(units, part.shape[1]) for part in S]
-        plgpu.commit_smem()  # what was read, ahead of what is stored there
+        plgpu.commit_smem()  # this read finishes before the next store to the same place
 
     def multiply_chunks(some_steep: bool) -> None:
         one = functools.partial(multiply_chunk, walk, half, item, some_steep)
@@ -424,7 +423,7 @@ def multiply_chunk(
     own.mapped.wait(slot)
 
     def products(S: list[jax.Array], added: Any) -> Any:
-        """w [64, 64], what is read of the state [64, 64], and S behind the chunk."""
+        """w [64, 64], phi(q) S^T [64, 64], and S behind the chunk. `added` is v^T."""
         w, out, *totals = multiply(
             (mosaic.zeros(C, C), [(a, b.T) for a, b in zip(q, k, strict=True)]),
             (mosaic.zeros(C, HALF), [(a, b.T) for a, b in zip(q, state, strict=True)]),
@@ -460,7 +459,7 @@ def multiply_chunk(
         w = mosaic.in_units(w, w_units)
         of_state = mosaic.in_rows(load(own.s_units.at[half], OF_COLUMNS), C)
         out = mosaic.in_units(out * of_state, w_units)
-    # Rounded in pairs: behind the choice each would be by itself.
+    # Without the barrier the selected numbers would be rounded singly, not in pairs.
     w = mosaic.rounded(lax.optimization_barrier(w), tiling.dtype)
     (out,) = multiply((out, [(w, v)]))
     S = borders.either(behind_border, lambda: S)
@@ -474,7 +473,7 @@ def multiply_chunk(
     own.out.at[half, out_slot][...] = out.astype(tiling.dtype)
     if own.left_den is not None:
         own.left_den.at[half][...] = den
-    plgpu.commit_smem()  # also what was read of the gates
+    plgpu.commit_smem()  # the stores above, and reads of gates before their slot is released
     own.values.consumed.arrive(v_slot)
     plgpu.copy_smem_to_gmem(
         mosaic.for_copy(own.out.at[half, out_slot]),

@@ -1,4 +1,4 @@
-"""What roles of `output.py` do with rows of 8 bits: MEMORY loads them, FEATURES widens them."""
+"""Rows of 8 bits in `output.py`: MEMORY loads them, and FEATURES widens them to bfloat16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_eight_bits(walk: Walk, item: Item, rows: Any, step: Any) -> None:
 def map_eight_bits(
     walk: Walk, half: int, item: Item, step: Any, own_q: Any, own_k: Any, own_v: Any, count: Any
 ) -> None:
-    """Fills a half of the tiles of q and k with features, and of v with its values times their
+    """Fills half of the tiles of q and k with features, and half of v's tile with v times its
     scale, from rows of 8 bits."""
     own, phi, first = walk.own, walk.phi, half * HALF
     assert own.eight is not None

@@ -1,5 +1,5 @@
-"""What becomes of the products of `output.py`: S as products read it, the denominators, and the
-factors of out's rows."""
+"""Steps of the role VALUES of `output.py`: it rounds S for the products, sums the denominators, and
+computes the factors by which rows of out are multiplied in the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.output_storage import Part, Walk
 
 
 def leave_den(walk: Walk, half: Any, item: Item, rows: Any) -> None:
-    """Stores a chunk's denominators; of one head in a tile both halves have them."""
+    """Writes a chunk's denominators. With one head in a tile both halves have the same ones."""
 
     def leave() -> None:
         target = walk.left_den.at[item.batch, walk.tiling.head_of(item.head, half), rows]
@@ -29,7 +29,7 @@ def leave_den(walk: Walk, half: Any, item: Item, rows: Any) -> None:
 
 
 def store_state(walk: Walk, half: Any, state: list[Any], S: list[jax.Array]) -> None:
-    """S as products read it."""
+    """Stores S, rounded, to shared memory; in float16 divided by units of its rows."""
     if walk.s_units is not None:
         units = mosaic.units_of_rows(S)
         walk.own.s_units.at[half][...] = units
@@ -51,8 +51,8 @@ def factor_of(
     w_units: jax.Array | None,
     gates: Any,
 ) -> tuple[Any, Any]:
-    """What rows of out are multiplied by, [64, 64], or the scale; and the denominator [64] of all
-    keys, or of the later ones where these are all that the launch sees."""
+    """The factor of out's rows, [64, 64] or a number; and the denominator [64] of the keys that the
+    launch sees, or None without a normaliser."""
     spec, own = walk.spec, walk.own
     den: Any = None
     lasting: Any = jnp.exp2(gates.since_middle()) if walk.gated else 1.0

@@ -1,4 +1,7 @@
-"""The storage of `output.py`: its roles, what lies in shared memory, and who hands what to whom."""
+"""The roles of `output.py`, its shared memory and barriers (`Storage`), and its arrays (`Walk`).
+
+C is 64 rows of a chunk; F and V are the columns of a tile, and 2 in a shape counts its halves.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# Slots of q and k, which are loaded, mapped and multiplied; of v and gates; of what is stored.
+# Slots of the ring of q and k, of the ring of v and gates, and of results that are being stored.
 STAGES, V_STAGES, OUT_SLOTS = 4, 2, 1
-# Slots of rows of 8 bits, and of q and k that these are widened into.
+# Slots of rows of 8 bits, and of the tiles of q and k into which they are widened.
 EIGHT_STAGES, WIDENED_STAGES = 3, 2
 
 VALUES = Role("values", registers=176, warpgroups=2)
@@ -39,22 +42,22 @@ class Part(enum.Enum):
     """The share of out that a launch computes."""
 
     ALL = enum.auto()
-    LATER = enum.auto()  # from the keys behind each query, not divided
-    REST = enum.auto()  # from the other keys; adds the sums that `LATER` stored
+    LATER = enum.auto()  # the sums over the keys behind each query, not divided by den
+    REST = enum.auto()  # the sums over the other keys, added to those that LATER wrote
 
 
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
-    adds: Array  # [2, 8, 64] what each key adds to z: 1, or what the chunk's end keeps of it
+    adds: Array  # [2, 8, 64] the factor of each key's features in z: 1, or the decay to the end
     den: Array  # [V_STAGES, 2, 64] float32: phi(q_i) . z, of each half
     gates: Array  # [V_STAGES, heads * 64] float32
     k: Array  # [STAGES, 64, F], or two blocks of [64, 64]
-    later: Array  # [V_STAGES, 2, 64, 64] what the walk from the end left of out
+    later: Array  # [V_STAGES, 2, 64, 64] the sums that `Part.LATER` wrote
     later_den: Array  # [V_STAGES, heads * 64] float32
     eight_k: Array  # [EIGHT_STAGES, 2, 64, 64] of 8 bits, as eight_q and eight_v
     eight_q: Array
     eight_v: Array
-    left_den: Array  # [2, 64] float32: the denominators, of keys on one side or of all
+    left_den: Array  # [2, 64] float32: denominators to be stored: of LATER, or in REST of all keys
     out: Array  # [2, OUT_SLOTS, 64, 64]
     q: Array  # as k
     q_largest: Array  # [V_STAGES, 2, 64] float32, in float16: max abs(phi(q_i)) over each half
@@ -67,9 +70,9 @@ class Storage(mosaic.Storage):
     values: Ring  # of v and gates
     state: Ring  # of s
     sums: Ring  # of z_start
-    mapped: Signal
-    den_known: Signal
-    largest_known: Signal | None  # q_largest is stored, where both halves are of one head
+    mapped: Signal  # the slot of `rows` holds phi(q) and phi(k)
+    den_known: Signal  # phi(q_i) . z is in the slot of `den`
+    largest_known: Signal | None  # q_largest is stored; None if each half is a head of its own
     eight: Ring | None  # of rows of 8 bits, which FEATURES widen into q, k and v
 
     barriers = (
@@ -118,7 +121,7 @@ def storage_of(
     if part is not Part.ALL and spec.normalize:
         left_den = Buffer(plgpu.SMEM((2, C), F32))
     of_values = v, gates if gated else None, later, later_den
-    # Who fills the tiles of q and k, and those of v; and who lets go of the latter.
+    # The roles or copies that fill the slots of q and k, and of v; and the roles that consume v.
     rows_by: tuple[Any, ...] = q, k
     values_by: tuple[Any, ...] = of_values
     values_for: tuple[Role, ...] = FEATURES, VALUES
@@ -162,7 +165,8 @@ def storage_of(
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The kernel: what it is of, its arrays in global memory, and its storage."""
+    """A launch: its static arguments, its arrays in global memory by the names of `output`'s
+    arguments, and its storage."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
@@ -207,18 +211,18 @@ class Walk:
 
     @property
     def z_unit(self) -> float:
-        """What z is divided by before it is rounded to float16: so that features of 2^15 may be
-        summed over all rows."""
+        """The divisor of z before it is rounded to float16, so that features of 2^15 can be summed
+        over all rows; 1 in bfloat16."""
         if not mosaic.has_units(self.tiling.dtype):
             return 1.0
         return max(1.0, pl.next_power_of_2(self.spec.T) / powers.room_for_decay(self.spec))
 
     def power_of_keys(self, item: Item, half: Any) -> Any:
-        """In float16, the power of two by which a head's phi(k) is multiplied."""
+        """In float16, the power of two of phi(k) of the head that has this half of a tile."""
         return self.k_powers[item.batch, self.tiling.head_of(self.kv_head(item), half)]
 
     def powers_of_queries(self, v_slot: Any, half: Any) -> jax.Array:
-        """In float16, those by which phi(q) of a chunk's queries is multiplied, [64]."""
+        """In float16, the powers of two of phi(q_i) of a chunk's queries, [64]."""
         halves = range(2) if self.tiling.heads == 1 else (half,)
         found = [load(self.own.q_largest.at[v_slot, other], OF_ROWS) for other in halves]
         return powers.power_of(functools.reduce(jnp.maximum, found))
@@ -238,6 +242,6 @@ class Walk:
         return chunk_borders.of_chunk(self.begins, self.borders_of, item, chunk)
 
     def seen(self, w: jax.Array) -> jax.Array:
-        """w [i, j] where j is one of this launch's keys, else 0."""
+        """w [i, j], 0 where key j does not belong to this launch's part of out."""
         query, key = mosaic.hidden_position(0), mosaic.hidden_position(1)
         return jnp.where(query < key if self.part is Part.LATER else query >= key, w, 0.0)

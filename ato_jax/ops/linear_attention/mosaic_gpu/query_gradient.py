@@ -1,7 +1,8 @@
-"""The gradient of the causal output's queries.
+"""dq [B, T, H, D] of causal calls, without a decay or with one per head or step.
 
-With g the cotangent of out, S [V, F] and z [F] the sums of the keys before a chunk, and z_i =
-z + sum_{j<=i} phi(k_j) over the chunk's own keys:
+`causal.py` launches it. The walk is that of `output.py`; read that first. With g the cotangent of
+out, S [V, F] and z [F] the sums over all keys ahead of a chunk, and z_i = z + sum_{j<=i} phi(k_j)
+over the chunk's own keys:
 
     w[i, j] = g_i . v_j for j <= i of the same chunk, else 0
     G_i     = g_i S + sum_j w[i, j] phi(k_j)         the gradient of phi(q_i) without normaliser
@@ -9,51 +10,53 @@ z + sum_{j<=i} phi(k_j) over the chunk's own keys:
     e_i     = phi(q_i) . G_i / den_i = g_i . out_i,  0 where den_i <= eps
     dq_i    = (G_i - e_i z_i) inverse_i phi'(q_i)
 
-and inverse and e are left in float32 for the walk from the end. `out` is not read: two row sums
-give both e and den where G and z_i are there, and that e belongs to the G as rounded. phi(q) is not
-rounded here: what it and inverse make together should be rounded once. Unnormalised, inverse is the
-scale, and e is 0.
+The kernel also writes inverse and e in float32, for the walk over keys. It does not read out: two
+sums over a row of G_i and z_i give e and den, and this e fits the rounding of G. phi(q) is not
+rounded by itself, since its product with inverse is rounded once, in the walk over keys. Without a
+normaliser inverse is the scale, and e is 0.
 
-    memory    loads S, z of a piece and its chunks, as slots come free
+    memory    loads S and z of a piece, and its chunks
     features  maps k in place
-    values    each a half of F: S_half^T [64, V] float32 in registers, w, G_half, z_i's half
+    values    two warpgroups with half of F each: S_half^T [64, V] in registers, w, and the same
+              half of G and z_i
 
-Every product but w is over a half of F alone, so that the halves meet once a chunk, to add up the
-two row sums. A block has one piece: with a loop over more the registers do not suffice.
+Both warpgroups of values compute all of w; every other product is over their half of F. Once a
+chunk they exchange their terms of the two row sums. A block has one piece: with a loop over several
+pieces the registers do not suffice.
 
-With a decay, of whose logarithms to base 2 G_i is the sum from the chunk's first row to row i (the
-gradient of phi(q_i) being called D_i here):
+With a decay G_i is the sum of the log2 decays from the chunk's first row to row i, the gradient of
+phi(q_i) is called D_i, and m is the chunk's middle row:
 
-    w[i, j] carries exp2(G_i - G_j), as each phi(k_j) in z_i does; g_i S and z are times exp2(G_i)
-    S = exp2(G_C) S + (exp2(G_C - G_j) phi(k_j))^T v_j, z alike    for the chunk's last row C
+    w[i, j], and phi(k_j) in z_i, have a factor exp2(G_i - G_j); g_i S and z one of exp2(G_i)
+    S = exp2(G_C) S + (exp2(G_C - G_j) phi(k_j))^T v_j, likewise z    for the chunk's last row C
 
-phi(k) carries the decay up to the middle of the chunk (`chunk_decay`), as S and z do, D_i and z_i
-what is left: their rows are multiplied by exp2(G_i - G_m) at the end. In a steep chunk w, pairs'
-decays in z_i, and what is read of the state are scaled in registers, phi(k) there for its sums.
+phi(k), S and z are scaled to the middle row (`chunk_decay.py`), and rows of D and z_i multiplied by
+exp2(G_i - G_m) at the end. In a steep chunk w, the pairs in z_i, what is read of the state, and
+phi(k) for the sums are scaled in registers instead.
 
-For the gradient of the decays (`scans/flows.py`) each half leaves a sum for each row, its columns'
-of
+For the gradient of the decays (`scans/flows.py`) the kernel writes S and z ahead of some chunks,
+and each half writes a sum over its columns for each row:
 
     phi'_i . (D_i - e_i z_i)    phi'_i = exp2(G_i - G_m) phi(q_i) inverse_i, rounded
 
-which is what the pairs of the query add to the loss's derivative, and S and z ahead of some chunks.
-Keys leave theirs, of which those of the same pairs are to cancel: so either both round w, or here,
-too, it is multiplied with what rounding it leaves off (`rounds_pairs`). In a steep chunk the sum is
-of what is read of the state alone. Where `splits_states`, S is multiplied in two parts, rounded and
-what that leaves off, and is not left: the second part lies in dq's slots until dq is there.
+This is the sum over the query's pairs of the loss's derivative by their exponent. `key_gradient.py`
+writes such a sum for each key, and the same pairs have to cancel: so either both kernels round w,
+or both multiply it in two parts (`rounds_pairs`). In a steep chunk the sum is over keys of earlier
+chunks alone. Where `splits_states` holds, S is multiplied in two parts and is not written; its
+second part lies in dq's slots until dq is stored there.
 
-The first chunks of a sequence multiply phi(k) in two parts, and in bfloat16 S
-(`chunks_in_two_parts`). There the warpgroups of values map k, each its half, and what rounding
-leaves off lies in dq's other slot until S and z are summed up, behind all else.
+In the first chunks of a sequence phi(k), and in bfloat16 S, are multiplied in two parts
+(`chunks_in_two_parts`). The warpgroups of values then map k, each its half, and the second part of
+phi(k) lies in dq's other slot until S and z have been updated, at the end of the chunk.
 
-Where segments begin in a chunk (`chunk_borders.py`), what is read of S and z is masked ahead of the
-pairs' products, and S and z start anew from rows of phi(k) that are set to 0 last.
+Where segments begin in a chunk (`chunk_borders.py`), what is read of S and z is masked before the
+pairs are added. S and z are updated last, after rows of phi(k) have been set to 0.
 
-Where a tile is two heads', the halves are these, and nothing has to be exchanged.
+Where a tile holds two heads, each half is a head, and the warpgroups exchange nothing.
 
-This file has the launch and the walks of all warpgroups; `query_gradient_storage.py` their arrays
-and barriers; `query_gradient_reads.py` D and z_i, and S and z behind a chunk;
-`query_gradient_rows.py` dq from there on; `two_parts.py` where a factor is multiplied in two parts.
+This file has the launch and the loops of all roles. `query_gradient_storage.py` has the arrays and
+barriers, `query_gradient_reads.py` computes D, z_i and the next S and z, `query_gradient_rows.py`
+dq from D and z_i, and `two_parts.py` says which operands are multiplied in two parts.
 """
 
 from __future__ import annotations

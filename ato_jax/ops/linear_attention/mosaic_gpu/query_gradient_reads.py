@@ -1,9 +1,9 @@
-"""What queries of `query_gradient.py` read of S and of their chunk's keys: D and z_i; and S and z
-behind the chunk.
+"""The products of a chunk in `query_gradient.py`: D and z_i, [64, 64] each, and the next S and z.
 
-Without a steep chunk all of it is one round of products, else one product after the other. In a
-sequence's first chunks phi(k), and in bfloat16 S, are multiplied in two parts
-(`chunks_in_two_parts`).
+The role values calls one of three functions, which give the same results: `read_at_once` issues all
+products together, `read_at_border` masks between them where segments begin in the chunk, and
+`read_one_by_one` scales in between where the chunk may be steep. In the first chunks of a sequence
+phi(k), and in bfloat16 S, are multiplied in two parts (`chunks_in_two_parts`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def sees(walk: Walk) -> jax.Array:
 
 
 def where_seen(walk: Walk, x: jax.Array) -> jax.Array:
-    # Rounded in pairs: behind the choice each would be by itself.
+    # Without the barrier the selected numbers would be rounded singly, not in pairs.
     return lax.optimization_barrier(jnp.where(sees(walk), x, 0.0))
 
 
 def parts_of(walk: Walk, x: jax.Array) -> list[jax.Array]:
-    """Rounded, and where `w_parts` is 2 what that leaves off."""
+    """w rounded, and if `w_parts` is 2 what rounding left off."""
     dtype = walk.tiling.dtype
     rounded = mosaic.rounded(x, dtype)
     return [rounded, mosaic.rounded(x - rounded.astype(F32), dtype)][: walk.w_parts]
@@ -81,8 +81,7 @@ def rest_of_state(walk: Walk, chunk: Chunk, S: jax.Array) -> jax.Array:
 def read_at_once(
     walk: Walk, chunk: Chunk, w: jax.Array, initial: Any, S: jax.Array, totals: jax.Array
 ) -> tuple[Any, ...]:
-    """D, z_i where it is needed, S and z behind the chunk. `initial` is where D starts, if that is
-    not 0."""
+    """D, z_i if it is needed, and S and z behind the chunk. D starts from `initial`, if given."""
     spec, features = walk.spec, chunk.features
     reads = parts_of_state(walk, chunk)
     weights: list[jax.Array] = []
@@ -110,8 +109,7 @@ def read_at_once(
 def start_at_rest(
     walk: Walk, chunk: Chunk, weights: list[jax.Array], sums: list[Any]
 ) -> list[Any]:
-    """The sums D and z_i, which start at what the rest of phi(k) adds to them; in float16 z_i
-    alone."""
+    """D and z_i started with the terms of the second part of phi(k); in float16 z_i alone."""
     (D, of_D), (z, of_z) = sums
     of_rest = [(part, chunk.rest_of_keys) for part in weights]
     of_ones = [(ones_where(walk, sees(walk)), chunk.rest_of_keys)]
@@ -125,14 +123,13 @@ def start_at_rest(
 
 
 def behind_rest(walk: Walk, chunk: Chunk, S: jax.Array, totals: jax.Array) -> tuple[Any, ...]:
-    """S and z behind the chunk, with what the rest of phi(k) adds to them."""
+    """S and z behind the chunk, with the terms of the second part of phi(k)."""
     of_keys = chunk.rest_of_keys.T
     return multiply((S, [(of_keys, chunk.v)]), (totals, [(of_keys, walk.own.ones.T)]))
 
 
 def add_pairs(walk: Walk, chunk: Chunk, seen: jax.Array, D: jax.Array) -> jax.Array:
-    """Adds to D, the product with the state, that of `seen`, the pairs' weights, with the chunk's
-    own keys."""
+    """Adds `seen` phi(k) to D, which is g S so far: the pairs of the chunk, with weights `seen`."""
     units = mosaic.units_of_rows([seen])
     weights = parts_of(walk, lax.optimization_barrier(mosaic.in_units(seen, units)))
     D = mosaic.in_units(D, units)
@@ -144,15 +141,16 @@ def add_pairs(walk: Walk, chunk: Chunk, seen: jax.Array, D: jax.Array) -> jax.Ar
 
 
 def out_of_units(walk: Walk, chunk: Chunk, D: jax.Array) -> jax.Array:
-    """The product with the state times the units of its columns, in float16."""
+    """g S times the units of its columns, in float16."""
     if not walk.has_units:
         return D
     return D * mosaic.in_rows(load(walk.own.units.at[chunk.half], OF_COLUMNS), C)
 
 
 def read_at_border(walk: Walk, chunk: Chunk, w: jax.Array, totals: jax.Array) -> tuple[Any, ...]:
-    """As `read_at_once` where segments begin in the chunk: one product after the other, as there
-    are no registers for all factors. Features that are no part of the state are set to 0 last."""
+    """The results of `read_at_once` where segments begin in the chunk. Products follow one another,
+    since registers have no room for all operands. Features that are not added to the state are set
+    to 0 in the end."""
     borders, features = chunk.borders, chunk.features
     seen = borders.pairs_from() & sees(walk)
     w = jnp.where(seen, w, 0.0)

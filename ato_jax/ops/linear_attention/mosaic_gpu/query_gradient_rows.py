@@ -1,5 +1,5 @@
-"""From D and z_i of `query_gradient.py` to dq, and what is left of each query: inverse and e, and
-with a decay a sum for its gradient."""
+"""The end of a chunk in `query_gradient.py`: dq, inverse and e from D and z_i [64, 64] of half of
+F, and with a decay each row's sum for its gradient. The role values calls `write_rows`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def features_of_queries(walk: Walk, chunk: Chunk) -> jax.Array:
 
 
 def let_queries_go(walk: Walk, chunk: Chunk) -> None:
-    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    plgpu.commit_smem()  # this read finishes before the next load overwrites it
     plgpu.barrier_arrive(walk.own.q_free.at[chunk.q_slot])
 
 
@@ -81,8 +81,8 @@ def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: list[jax.Array], of_st
 
 
 def as_keys_see(walk: Walk, weighed: jax.Array) -> jax.Array:
-    """phi'_i as the walk over keys rounds it, in float32. In float16 that is in a unit which is a
-    power of two, as it is here, if another one: so the digits are the same."""
+    """phi'_i with the rounding that it has in the walk over keys, in float32. In float16 both round
+    it in units that are powers of two, though not the same, so the digits agree."""
     if not walk.has_units:
         return mosaic.rounded(weighed).astype(F32)
     power = powers.power_of(jnp.max(jnp.abs(weighed), axis=1), powers.MOST_OF_WEIGHTS)
@@ -93,7 +93,7 @@ def as_keys_see(walk: Walk, weighed: jax.Array) -> jax.Array:
 def weigh(
     walk: Walk, chunk: Chunk, phi_q: jax.Array, D: jax.Array, z: list[jax.Array]
 ) -> tuple[jax.Array, Any, Any]:
-    """D - e z, inverse and e. Lets q go, unless it is read once more."""
+    """D - e z, inverse and e. Releases the slot of q, unless q is read once more."""
     spec, own, heads = walk.spec, walk.own, walk.heads
     half, parity = chunk.half, chunk.parity
     own_parts: Any = ()
@@ -134,7 +134,8 @@ def weigh(
 
 
 def store_rows(walk: Walk, chunk: Chunk, dq_slot: Any, inverse: Any, e: Any) -> None:
-    """dq lies in its slot. Of one head in a tile one half stores inverse, the other one e."""
+    """Writes dq from its slot, inverse and e. With one head in a tile one half writes inverse, and
+    the other one e."""
     own, left, tiling, heads = walk.own, walk.left, walk.tiling, walk.heads
     item, half, head, parity = chunk.item, chunk.half, chunk.head, chunk.parity
     if walk.leaves_weights and heads == 1:

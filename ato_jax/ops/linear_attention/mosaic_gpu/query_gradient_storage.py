@@ -1,4 +1,8 @@
-"""The storage of `query_gradient.py`: its arrays in global and in shared memory, and its walk."""
+"""The arrays of `query_gradient.py` in global memory (`Arrays`, `Left`) and in shared memory
+(`Storage`), and `Walk`, which says what a launch computes and in how many parts it multiplies.
+
+C is 64 rows of a chunk; F and V are the columns of a tile, and 2 in a shape counts its halves.
+"""
 
 from __future__ import annotations
 
@@ -116,9 +120,9 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """A kernel: what it is of, its arrays in global memory, and its storage. With a decay, of the
-    pieces of which some chunk is steep, or of the others alone: what the steep need would cost all
-    others registers, in a loop beside theirs, too."""
+    """A launch: its static arguments, its arrays in global memory, and its storage. With a decay,
+    one launch has the pieces with a steep chunk and another one has all others: the code for steep
+    chunks would cost the others registers even as a loop of its own."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal

@@ -1,11 +1,14 @@
-"""The sums of each piece of queries, R = sum_i g_i phi'_i^T [V, F] and u = -sum_i e_i phi'_i [F].
+"""The sums over the queries of each piece, R [B, H, P, V, F] and u [B, H, P, F] in float32.
 
-With phi'_i = phi(q_i) inverse_i, which is no derivative; g, inverse and e are those of
-`query_gradient.py`. u is computed in eight columns: four multiply e rounded, four what rounding
-left off.
+    R = sum_i g_i phi'_i^T [V, F],  u = -sum_i e_i phi'_i [F],  phi'_i = phi(q_i) inverse_i
 
-With a decay R and u are those that the start of the piece sees: inverse_i is multiplied by the
-factor that a state at the start of the piece has behind step i.
+`causal.py` and `channel_backward.py` launch it between `query_gradient.py`, which writes inverse
+and e, and `key_gradient.py`, or between the kernels of the same names for a decay per channel. The
+kernel itself is `sums.piece_sums`. u is computed in eight columns, since a product has at least so
+many: four multiply e rounded, four what rounding left off.
+
+With a decay R and u are scaled to the start of the piece: inverse_i is multiplied by the decay
+between the start of the piece and row i.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 def spread(e: jax.Array, minus_e_ref: Any, count: Any = None) -> None:
-    """-e [C] in the rows of minus_e [8, C]: rounded, and what that left off. Behind the first
-    `count` rows of e 0, unless it is None."""
+    """Stores -e [C] in the rows of minus_e [8, C]: rounded in four, and what rounding left off in
+    four. Numbers behind the first `count` become 0, unless that is None."""
     dtype = minus_e_ref.dtype
     minus_e = mosaic.kept(mosaic.in_columns(-e, ALIKE), count)
     rounded = mosaic.rounded(minus_e, dtype)
@@ -97,9 +100,10 @@ def channel_query_sums(
     since: jax.Array,
     reading: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same of q^ in q, with a gate for each channel; since: what each chunk's middle sees of
-    what is ahead of its piece, [B, H, chunks * D]. u is of q^ itself, since q^ times the rest is
-    rounded once more: it is part of a gradient, of a state that is given."""
+    """The sums with a decay per channel, for q^ in q (`channel.py`). `since` [B, H, chunks * D] are
+    the factors of a state from the start of the piece to the middle row of each chunk. u is a sum
+    of q^ itself, since q^ times a factor would be rounded once more, and u is part of the gradient
+    of the initial state."""
 
     tiling = frame.tiling(spec)
 

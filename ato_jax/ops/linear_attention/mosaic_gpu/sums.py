@@ -1,13 +1,18 @@
-"""The sums of each piece: of keys S = sum_j v_j phi(k_j)^T [V, F] and z = sum_j phi(k_j) [F].
+"""The sums over the keys of each piece, S [B, G, P, V, F] and z [B, G, P, F] in float32.
+
+    S = sum_j v_j phi(k_j)^T [V, F],  z = sum_j phi(k_j) [F]
+
+`causal.py` launches it; `scans/edges.py` adds the pieces up to the state ahead of
+each, which `output.py` reads. `query_sums.py` launches the same kernel, `piece_sums`, for queries.
 
     memory    loads chunks of k and v
-    features  two, half of F each: map k in place
-    values    each a half of V of S, in registers, and of F of z, in every column of a tile [64, 8]
+    features  two warpgroups with half of F each: they map k in place
+    values    two warpgroups with half of V each: they keep S in registers, and half of F of z
 
-With a decay, as in `output.py`, they are what is left of them behind the piece. The sums of queries
-are like them (`query_sums.py`). Of two heads of 64 in a tile each half is a head, with sums of its
-own, and z is summed up where features are mapped: values have as many steps for half the products.
-Where a tile of one head lies in two blocks (`Tiling.parts_in`), so do the sums.
+With a decay the sums are scaled to the end of the piece. Where a tile holds two heads of 64
+columns, each half is a head with sums of its own; features then sums z, since values has as many
+steps as with one head, for half of the products. Where a tile of one head lies in two blocks
+(`Tiling.parts_in`), so do the sums.
 """
 
 from __future__ import annotations
