@@ -1,11 +1,16 @@
-"""Every query sees every key, on Hopper: two passes forward, two backward, each array read once in
-each.
+"""Both passes of calls in which every query sees every key, without a decay: `forward`, `backward`.
 
-Forward the sums of a few pieces (`whole_sums.py`) are added up (`scans/totals.py`), and queries
-stream past them (`whole_output.py`). Of 8 bits keys and values have sums of their own
-(`float8_sums.py`). Backward the queries' gradient leaves sums of its pieces, too
-(`whole_query_gradient.py`), past which keys and values stream (`whole_key_gradient.py`). Heads of
-more columns have a backward of their own (`wide_*.py`), where those sums are a pass more.
+The backend (`__init__.py`) calls them. All queries read the same state. So each pass is two
+kernels, and each of them reads its arrays once:
+
+    whole_sums.py             the sums S, z over the keys of a few pieces, which `scans/totals.py`
+                              adds up; `float8_sums.py` for keys and values in 8 bits
+    whole_output.py           out from S, z
+    whole_query_gradient.py   dq from S, z, and the sums R, u over the queries of a few pieces
+    whole_key_gradient.py     dk and dv from R, u
+
+Heads of more than 128 columns have `wide_query_gradient.py` and `wide_key_gradient.py` instead, and
+R, u from a further launch of `whole_sums.py`. Read `whole_sums.py` next.
 """
 
 from __future__ import annotations
@@ -35,12 +40,12 @@ from ato_jax.ops.linear_attention.spec import (
     Outputs,
 )
 
-# What an item takes before its first chunk, in the time of a chunk.
+# The time of an item before its first chunk, in units of the time of one chunk.
 ITEM = 2.0
 
 
 def deal(spec: LinearAttentionSpec, config: Config, heads: int, length: int) -> mosaic.Deal:
-    """In so many pieces that blocks end together, few."""
+    """The schedule with the fewest pieces for which the last round of blocks is nearly full."""
     chunks = pl.cdiv(length, frame.C)
 
     def cost(pieces: int) -> float:
@@ -91,11 +96,11 @@ def backward(
     state: LinearState,
     cotangents: Outputs,
 ) -> Inputs:
-    """Of the state that the forward left."""
+    """The gradients. `state` is the sum over all keys, from the forward pass."""
     of_queries, of_keys = deal(spec, config, spec.H, spec.T), deal(spec, config, spec.G, spec.S)
-    # S, z and with them phi' come in a unit of their own, in which the sums are given back. Where
-    # rows are all alike, so are the roundings of phi', and would add up: in units of 1 / sum z
-    # they have none where features are alike.
+    # S, z and thus phi' are scaled by a unit, and R and u have it, too. Where all rows are equal,
+    # all roundings of phi' are equal and would add up. In units of 1 / sum z equal features are
+    # not rounded at all.
     units: jax.Array | None = None
     if _in_float16(spec):
         read, units = _in_units(spec, state)
@@ -116,7 +121,7 @@ def backward(
             u = jnp.zeros_like(u)
     else:
         dq, r, u = whole_query_gradient(spec, of_queries, *arrays, s.least, inputs.q_lengths, units)
-    # Over the pieces and over the query heads of each kv head.
+    # `add_up` sums over the pieces and over the query heads of each head of keys.
     pieces = (
         r.reshape(spec.B, spec.G, -1, spec.D, spec.V),
         u.reshape(spec.B, spec.G, -1, spec.D),
@@ -141,7 +146,8 @@ def _in_float16(spec: LinearAttentionSpec) -> bool:
 
 
 def _in_units(spec: LinearAttentionSpec, state: LinearState) -> tuple[jax.Array, jax.Array | None]:
-    """The means of values, or, without a normaliser, kv and its units [B, G], scaled."""
+    """The means of the values; or, without a normaliser, kv in units, and the units [B, G] times
+    the scale."""
     if spec.normalize:
         return whole_units.means(state), None
     read, units = whole_units.in_units(state.kv)
@@ -156,8 +162,8 @@ def _key_gradient_in_float16(
     pieces: tuple[jax.Array, jax.Array],
     added: LinearState | None,
 ) -> tuple[jax.Array, jax.Array, Totals]:
-    """dk and dv, and the sums over the pieces: with a normaliser those of shares, which are z times
-    R and u, and so is what is added to them."""
+    """dk and dv, and the sums over the pieces. With a normaliser these are sums of shares, z times
+    R and u, so `added` is multiplied by z, too."""
     z = state.k_sum
     inverse = whole_units.inverse_sums(z) if spec.normalize else None
     unit_of = None if spec.normalize else z

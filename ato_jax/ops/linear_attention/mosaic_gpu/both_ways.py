@@ -1,27 +1,28 @@
-"""Each query sees every key, with a decay per head or step between the two, on Hopper.
+"""Both passes of calls in which every query sees every key through a decay per head or step.
 
-A query's keys are those up to its own, which the causal kernels walk to it, and those behind it,
-which the same kernels walk to it from the end of the sequence (`mosaic.Deal.end`):
+The backend (`__init__.py`) calls `keep` and `backward` for heads of up to 128 columns in bfloat16.
+They run the causal kernels twice: from the start for the keys up to a query's own, and from the end
+of the sequence (`mosaic.Deal.end`) for the keys behind it. Read `causal.py` first.
 
     sums over j <= i    decay(i, j) = exp(sum decay[j+1..i])    a walk from the start
     sums over j > i     decay(i, j) = exp(sum decay[i+1..j])    a walk from the end
 
-Counted from the end, row t' = T - 1 - t has the decay of step t + 1: with that decay the second sum
-is the first one of the sequence turned round, without a row's own key. No array of rows is turned
-round in memory; the decays and their sums are, which are small.
+The second sum is the first sum of the reversed sequence, without a row's own key, if row
+t' = T - 1 - t of that has the decay of step t + 1. Only the decays and their prefix sums are
+reversed in memory; q, k, v and out are read in place.
 
-The walk from the end comes first and leaves sums that are not divided. The other one adds them to
-its own, so that out is divided and stored once. A state that is given or returned belongs to the
-walk from the start.
+Forward, the walk from the end runs first and writes numerators and denominators. The walk from the
+start adds them to its own, so that out is divided and rounded once. A state that is given or
+returned belongs to the walk from the start.
 
-Backwards no query's row needs both sums at once. With den_i the denominator of all keys, inverse_i
-= 1 / max(den_i, eps) and e_i = g_i . out_i, the gradients are sums over pairs (i, j) of
+Backward, let den_i be the denominator over all keys, inverse_i = 1 / max(den_i, eps), and
+e_i = g_i . out_i. The gradients are sums over pairs (i, j) of
 
     decay(i, j) (g_i . v_j - e_i) inverse_i
 
-times phi(q_i), phi(k_j) and their derivatives, and so those of the two walks added up, each by the
-causal kernels with inverse and e as they are given. The gradient of the decays is the sum of both
-walks', too: each walk counts its own pairs of rows.
+times phi(q_i), phi(k_j) and their derivatives. So each is the sum of the gradients of the two
+walks, which the causal kernels compute with inverse and e as inputs. The same holds for the
+gradient of the decays, since each walk has its own pairs.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def gates_of_heads(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
 
 
 def gates_of_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
-    """The prefix sums of the decays within chunks, [B, 2, G, T up to a whole chunk]: those from the
-    start; and those of the sequence turned round."""
+    """The prefix sums of the log2 decays within chunks, [B, 2, G, T up to a whole chunk]: of the
+    sequence, and of the reversed sequence."""
     length = frame.whole_chunks(spec.T)
     of_whole = dataclasses.replace(spec, T=length, S=length)
     turned = _turned(spec, decay)
@@ -58,7 +59,7 @@ def gates_of_steps(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
 
 
 def _turned(spec: LinearAttentionSpec, decay: jax.Array) -> jax.Array:
-    """The decays of the sequence turned round, of T up to a whole chunk; 0 ahead of its rows."""
+    """The decays of the reversed sequence, padded to a whole chunk, with 0 ahead of its rows."""
     time = _axis_of_time(spec)
     # The first step's decay stands between no two rows.
     behind = lax.slice_in_dim(decay, 1, None, axis=time)
@@ -81,14 +82,14 @@ def _axis_of_time(spec: LinearAttentionSpec) -> int:
 
 
 def from_the_end(deal: mosaic.Deal, length: int) -> mosaic.Deal:
-    """`deal`, whose pieces now count their rows from the end of a sequence of this length."""
+    """`deal`, with pieces and rows counted from the end of the sequence."""
     return dataclasses.replace(deal, end=frame.whole_chunks(length))
 
 
 def _walks(
     spec: LinearAttentionSpec, inputs: Inputs
 ) -> tuple[tuple[LinearAttentionSpec, Inputs], tuple[LinearAttentionSpec, Inputs]]:
-    """The call as the walk from the start takes it, and as the one from the end does."""
+    """The specs of the walk from the start and of the walk from the end."""
     assert inputs.decay is not None
     of_start = dataclasses.replace(spec, causal=True)
     of_end = dataclasses.replace(of_start, initial_state=False, return_state=False)
@@ -100,14 +101,14 @@ def _walks(
 def _pieces_from_the_end(
     spec: LinearAttentionSpec, deal: mosaic.Deal, own: jax.Array
 ) -> gates.OfPieces:
-    """The sums of gates for the pieces of a walk from the end. `own` and the sums that are returned
-    have their rows in the order of memory."""
+    """The sums of gates for the pieces of the walk from the end. In `own` and in the result rows
+    lie in the order of memory."""
     found = gates.of_pieces(spec, deal, jnp.flip(own, 2))
     return found._replace(until=jnp.flip(found.until, 2), since=jnp.flip(found.since, 2))
 
 
 def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
-    """`inputs.decay` are the gates, `gates_of_steps`."""
+    """The forward pass. `inputs.decay` holds the gates (`gates_of_steps`)."""
     (of_start, own), (of_end, turned) = _walks(spec, inputs)
     assert turned.decay is not None
     deal = from_the_end(causal_pieces.deal_of(of_start, config), spec.T)
@@ -160,8 +161,8 @@ def _weights(
     den: jax.Array,
     cotangents: Outputs,
 ) -> tuple[jax.Array, jax.Array]:
-    """inverse and e, [B, H, T up to a whole chunk]; e is 0 where out is not divided by den, and of
-    rows that do not count."""
+    """inverse and e, [B, H, T up to a whole chunk]. e is 0 where eps replaces den, and in rows
+    behind the lengths."""
     of_rows = jnp.sum(out.astype(jnp.float32) * cotangents.out.astype(jnp.float32), axis=3)
     if spec.layout == "bthd":
         of_rows = jnp.swapaxes(of_rows, 1, 2)

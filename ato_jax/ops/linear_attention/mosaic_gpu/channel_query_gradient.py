@@ -21,8 +21,9 @@ scale, and e is 0.
 Where segments begin in a chunk (`chunk_borders.py`), masks apply to w and to what is read of S and
 z, and then to the features that are added to S and z: products that run one after the other.
 
-    memory    loads S and z of a piece, and its chunks values    two warpgroups with half of F each:
-    S_half^T [64, V] in registers, w, half of D and z_i
+    memory    loads S and z of a piece, and its chunks
+    values    two warpgroups with half of F each: S_half^T [64, V] in registers, w, and the same
+              half of D and z_i
 
 Where a tile holds two heads of 64 columns, each half is a head with its own g, v and w. The two
 warpgroups then exchange nothing, and each writes inverse and e.

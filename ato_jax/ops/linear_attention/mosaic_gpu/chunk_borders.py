@@ -1,21 +1,19 @@
-"""The borders of segments within a chunk: masks of its pairs and of its rows.
+"""Causal segments within a chunk of 64 rows: masks of pairs and of rows.
 
-With begins, ends, reads and adds of a chunk as `scans/borders.py` makes them, query i sees key j of
-the chunk where begins_i <= j <= i, or, which is the same, j <= i <= ends_j. The first `reads` rows
-see the state ahead of the chunk, and the rows from `adds` on are part of the state behind it. Where
-reads < C there is a border, at the first row of the chunk or behind it, and nothing is left of the
-state ahead.
+`scans/borders.py` computes begins and ends of each row, and reads and adds of each chunk. Query i
+sees key j of the chunk if begins_i <= j <= i, which is the same as j <= i <= ends_j. The first
+`reads` rows see the state ahead of the chunk, and the rows from `adds` on are added to the state
+behind it. If reads < C, a segment begins in the chunk, at its first row or later, and nothing of
+the state ahead is left behind it. In the backward pass keys from `adds` on are seen by queries of
+later chunks, and the first `reads` queries see keys of earlier chunks.
 
-Backwards the same rows meet the sums over queries: keys from `adds` on are seen by later chunks,
-and the first `reads` queries see keys of earlier ones.
+The causal kernels make a `Borders` for each chunk. A chunk in which no segment begins runs the code
+of a call without segments. In other chunks products follow one another, with masks in between.
 
-Kernels ask for these numbers by chunk. A chunk without a border takes the way of a call that has no
-segments; one with a border multiplies what is masked and what is not one after the other.
-
-Where a decay is so strong that a piece has a steep chunk (`chunk_decay.py`), its walks have no
-masks. There a segment begins with the least decay, so that its chunk is steep, too: exp2(-184) is 0
-in float32, so nothing of earlier steps is left, neither of a state nor of a pair. With a decay per
-channel a steep chunk is masked, too, turn by turn (`channel_turns.py`).
+In a piece with a steep chunk (`chunk_decay.py`) the kernels apply no masks. There the first step of
+a segment has the least decay, which makes its chunk steep, too: exp2(-184) is 0 in float32, so
+neither a state nor a pair of earlier steps is left. With a decay per channel a steep chunk has
+masks, turn by turn (`channel_turns.py`).
 """
 
 from __future__ import annotations
@@ -33,17 +31,17 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 
 
 class Borders(NamedTuple):
-    """The borders of one chunk, in a kernel; each None in a call without segments."""
+    """The borders of one chunk, in a kernel; all fields are None in a call without segments."""
 
     rows: Any = None  # `begins` or `ends` in global memory, [C]
-    numbers: Any = None  # `reads` and `adds` there, [2]
+    numbers: Any = None  # `reads` and `adds` in global memory, [2]
     exist: Any = None
 
     def either(self, at_border: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         return otherwise() if self.exist is None else lax.cond(self.exist, at_border, otherwise)
 
     def unless(self, steep: Any) -> Borders:
-        """Those of a chunk that masks its borders, which a steep one does not."""
+        """These borders, or none if the chunk is steep, since steep chunks have no masks."""
         return self if self.exist is None else self._replace(exist=self.exist & ~steep)
 
     def when_some(self, do: Callable[[], None]) -> None:
@@ -56,7 +54,7 @@ class Borders(NamedTuple):
         else:
             pl.when(~self.exist)(do)
 
-    # Loaded where they are used, so that they take no registers meanwhile.
+    # Loaded at each use, so that they take no registers in between.
     @property
     def reads(self) -> Any:
         return None if self.numbers is None else self.numbers[0]
@@ -66,7 +64,7 @@ class Borders(NamedTuple):
         return None if self.numbers is None else self.numbers[1]
 
     def left(self, x: Any) -> Any:
-        """A number, or a tile, of the state ahead, of which a border leaves nothing."""
+        """x, a part of the state ahead, or 0 if a segment begins in the chunk."""
         return x if self.exist is None else jnp.where(self.exist, 0.0, x)
 
     def pairs_from(self) -> jax.Array:
@@ -102,8 +100,8 @@ def cut_to(rows: Any, item: mosaic.Item) -> mosaic.Item:
 
 
 def keep_within(rows: Any, item: mosaic.Item, chunk: Any, ref: Any) -> None:
-    """Sets those of a chunk's rows to 0, in a tile in shared memory, that `rows` leaves out. The
-    caller has to `commit_smem` afterwards."""
+    """Sets rows of a tile in shared memory to 0 that are not among `rows`. The caller has to call
+    `commit_smem` afterwards."""
     first, end = (rows[item.batch, item.piece, one] for one in range(2))
     before = item.first_row + chunk * C
     mosaic.keep_rows_between(ref, first - before, end - before)

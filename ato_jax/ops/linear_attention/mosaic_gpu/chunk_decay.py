@@ -1,4 +1,8 @@
-"""A scalar decay within a chunk: the factors that a kernel multiplies by."""
+"""A decay per head or step within a chunk of 64 rows: the factors by which kernels multiply.
+
+`output.py`, `query_gradient.py` and `key_gradient.py` make a `Gates` for each chunk. A new kind of
+decay with one number for each row and head plugs in here. For a decay per channel see `channel.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,16 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
 class Gates(NamedTuple):
-    """The decays of one chunk. With L_i the sum of log2 decays from the chunk's first row to row i,
-    `ref` has all L_i in shared memory, `middle` and `last` are those of the middle row m and of the
-    last row. `steep` says whether half of the chunk loses more than features in bfloat16 have room
-    for; it is None in a kernel whose chunks are all known not to be steep.
+    """The decays of one chunk. L_i is the sum of the log2 decays from the chunk's first row to row
+    i, or, where chunks are walked from the end (`mosaic.Deal.end`), from its last row to row i.
+    `ref` holds all L_i in shared memory; `middle` and `last` are those of the middle row m and of
+    the last row. `steep` says whether half of the chunk loses more than features have room for. It
+    is None in a kernel none of whose chunks is steep.
 
-    Where chunks are walked from the end (`mosaic.Deal.end`), rows are counted from the chunk's last
-    one, too: L_i is the sum from there to row i.
-
-    Where a chunk is not steep, keys carry exp2(L_m - L_j), queries, or what they read, carry
-    exp2(L_i - L_m), and states are those that the middle row sees: so no decay stands between two
-    products. In a steep chunk neither carries any, states are those of its start or, behind it, of
-    its end, and pairs of rows are multiplied by exp2(L_i - L_j).
+    If the chunk is not steep, features of keys are multiplied by exp2(L_m - L_j), queries or what
+    they read by exp2(L_i - L_m), and states are scaled to the middle row: products then need no
+    factor for pairs. In a steep chunk features have no factor, states are scaled to the first row,
+    or behind the chunk to the last one, and pairs are multiplied by exp2(L_i - L_j).
     """
 
     ref: Any
@@ -55,7 +57,7 @@ class Gates(NamedTuple):
         return self.unless_steep(self.middle - self.of(mosaic.OF_ROWS))
 
     def to_middle(self) -> Any:
-        """The factor of a state at the chunk's start when the middle row sees it."""
+        """The factor of a state from the chunk's start to the middle row."""
         return jnp.exp2(self.unless_steep(self.middle))
 
     def from_middle(self) -> Any:
@@ -63,7 +65,7 @@ class Gates(NamedTuple):
 
     def of_pairs(self, queries: int) -> jax.Array:
         """[C, C]: in a steep chunk exp2(L_i - L_j), with queries i along axis `queries`; else 1. It
-        may be infinite where query i does not see key j, so pairs have to be masked behind it."""
+        may be infinite where query i does not see key j, so pairs have to be masked afterwards."""
         rows, columns = (
             mosaic.in_columns(self.of(mosaic.OF_ROWS), C),
             mosaic.in_rows(self.of(mosaic.OF_COLUMNS), C),
@@ -71,7 +73,7 @@ class Gates(NamedTuple):
         return self.if_steep(columns - rows if queries else rows - columns)
 
     def left(self, layout: Any) -> jax.Array:
-        """[C]: the factor of each key at the end of a steep chunk; else 1."""
+        """[C]: in a steep chunk the factor of each key in the state behind the chunk; else 1."""
         return self.if_steep(self.last - self.of(layout))
 
 
@@ -85,9 +87,9 @@ def gates_of(
 def takes_pieces(
     steep_ref: Any, some_steep: bool, group_size: int = 1
 ) -> Callable[[mosaic.Item], Any] | None:
-    """A function that says whether a launch takes an item: one whose piece has a steep chunk if
-    `some_steep`, else one whose piece has none. None without gates, since all items are taken then.
-    `group_size` heads of queries share the gates of one head of keys."""
+    """The test by which a launch selects its items: those whose piece has a steep chunk if
+    `some_steep`, else all others. None without gates, where a launch has all items. `group_size`
+    heads of queries share the gates of one head of keys."""
     if steep_ref is None:
         return None
 
@@ -99,8 +101,8 @@ def takes_pieces(
 
 
 def each_chunk(steep_ref: Any, item: mosaic.Item, head: Any, loop: Callable[[bool], None]) -> None:
-    """`loop` goes through an item's chunks, of which some may be steep or none is. These are two
-    loops, since what a steep one needs would cost all others registers."""
+    """Runs `loop(some_steep)` over an item's chunks. The branches are two loops, since the code for
+    steep chunks would cost all other chunks registers."""
     if steep_ref is None:
         return loop(False)
     some = steep_ref[item.batch, head, item.piece] != 0
@@ -108,7 +110,7 @@ def each_chunk(steep_ref: Any, item: mosaic.Item, head: Any, loop: Callable[[boo
 
 
 def times_squares(x: jax.Array, roots: jax.Array) -> jax.Array:
-    """Multiplies each row by the square of its root [rows], in two steps, since the square may be
-    smaller than float32 holds."""
+    """Multiplies each row by the square of a number for it, [rows], in two steps, since the square
+    may underflow in float32."""
     factors = mosaic.in_columns(roots, x.shape[1])
     return x * factors * factors

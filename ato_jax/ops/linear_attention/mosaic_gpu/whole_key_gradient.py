@@ -1,18 +1,20 @@
-"""The gradients of keys and values that every query sees, of R [F, V] (16 bits) and u [F]:
+"""dk and dv [B, T, G, D] where every query sees every key, without a decay.
+
+`bidirectional.py` launches it with R [F, V], in the dtype of tiles, and u [F], the sums over all
+queries (`whole_query_gradient.py`):
 
     dv_j = R^T phi(k_j)
     dk_j = (R v_j + u) phi'(k_j)        phi' is phi's derivative
 
-    memory       loads R and u of a head, and chunks of k and v, as slots come free, across pieces
-    gradients    three warpgroups, which take chunks in turn: phi(k) in registers, dk, then dv
+    memory       loads R and u of a head, and chunks of k and v, across pieces
+    gradients    three warpgroups that take chunks in turn: phi(k) in registers, dk, then dv
 
-Where phi' is computed from k and not from phi(k), no registers are left to keep k: it stays in its
-slot of shared memory until dk is stored, and dv comes first.
+Where phi' is computed from k and not from phi(k), registers have no room for k: k stays in its slot
+of shared memory until dk is stored, and dv is computed first.
 
-In float16 (`whole_units.py`) R comes in a unit of its head, by which products are multiplied; where
-there is a normaliser phi(k) are shares, which are multiplied by `LARGEST`. Without one, phi(k) is
-rounded in a unit of its row, by which dv is multiplied (identity's features are exact and have
-none).
+In float16 (`whole_units.py`) R has a unit of its head, by which products are multiplied. With a
+normaliser phi(k) becomes shares, which are multiplied by `LARGEST`. Without one phi(k) is rounded
+in a unit of its row, by which dv is multiplied; features of identity are exact and have no unit.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# The warpgroups before the one that loads. The number of slots of k and v is a multiple of it, so
-# that each slot belongs to one warpgroup (`mosaic.in_turn`).
+# The warpgroups of the role gradients; the next one loads. The number of slots of k and v is a
+# multiple of it, so that each slot belongs to one warpgroup (`mosaic.in_turn`).
 WORKERS = 3
 STAGES, STATES = 3, 1
 WORKER_REGISTERS = 160
@@ -51,9 +53,15 @@ def whole_key_gradient(
     units: jax.Array | None = None,
     inverse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, from r [B, G, F, V] in the dtype of tiles and u [B, G, F] in float32; 0 in rows
-    behind the lengths [B] of keys. In float16 `units` [B, G] float32 are those of r, and with a
-    normaliser `inverse` [B, G, F] float32 is `LARGEST` / z."""
+    """Launches the kernel and returns dk and dv, which are 0 behind the lengths of keys.
+
+    Args:
+      r: [B, G, F, V] in the dtype of tiles.
+      u: [B, G, F] float32.
+      lengths: [B] of keys.
+      units: [B, G] float32 of r, in float16.
+      inverse: [B, G, F] float32, `LARGEST` / z, in float16 with a normaliser.
+    """
     tiling, maps = row_copies.tiling(spec), feature_maps.features(spec)
     of_rows = whole_units.has_units_of_features(spec) and not spec.normalize
     copies = row_copies.copies_of(tiling)

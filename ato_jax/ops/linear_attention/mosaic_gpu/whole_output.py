@@ -1,25 +1,27 @@
-"""The output of queries that see every key, of S [F, V] (16 bits) and z [F] of all keys:
+"""out [B, T, H, V] where every query sees every key, without a decay.
+
+`bidirectional.py` launches it with S [F, V], in the dtype of tiles, and z [F], the sums over all
+keys (`whole_sums.py`):
 
     out_i = phi(q_i) S / max(phi(q_i) . z, eps)        or without the denominator
 
-    memory    loads S and z of a head, and chunks of q, as slots come free, across pieces
-    output    three, each all of a chunk: phi(q) in registers, the left factor of all products
+    memory    loads S and z of a head, and chunks of q, across pieces
+    output    three warpgroups that take chunks in turn: phi(q) in registers is the first factor of
+              all products
 
-z lies in 8 columns, 4 of it rounded, 4 of what that left off. Where S leaves no room for slots
-beside it, two blocks have half of its columns each.
+z has 8 columns: 4 hold z rounded, 4 what rounding left off. Where S leaves no room for slots of q,
+two blocks have half of its columns each.
 
-Where features may be negative, their products cancel, and rounding errors of phi(q), phi(k), S and
-out add up to what bfloat16 is allowed. phi(q) is multiplied in two parts then, in blocks of 64
-features: rounded, and what that left off.
+Where features may be negative, products cancel, and the rounding errors of phi(q), phi(k), S and
+out together take the whole budget of bfloat16. phi(q) is then multiplied in two parts, in blocks of
+64 features: rounded, and what rounding left off.
 
-Queries of 8 bits are widened and scaled in registers, and mapped and multiplied in such blocks,
-too.
+Queries of 8 bits are widened and scaled in registers, and mapped and multiplied in such blocks.
 
-In float16 (`whole_units.py`) the factors are shares and means where there is a normaliser: z is in
-float32, and so is the denominator, which is divided by the sum of what shares were rounded to.
-Otherwise S comes in a unit of its head, and phi(q) is rounded in a unit of its row; out is
-multiplied by both. Four roundings are within float16's budget, so phi(q) has one part whatever the
-signs are.
+In float16 (`whole_units.py`) with a normaliser the operands are shares and means. z and the
+denominator are then in float32, and out is divided by the sum of the rounded shares. Without a
+normaliser S has a unit of its head, and phi(q) is rounded in a unit of its row; out is multiplied
+by both. Four roundings are within float16's budget, so phi(q) has one part whatever the signs are.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LEAST_SHARE, LEAST_SUM
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-WORKERS = 3  # the warpgroups before the one that loads
+WORKERS = 3  # the warpgroups of the role output; the next one loads
 WORKER_REGISTERS = 160
 
 
@@ -57,10 +59,16 @@ def whole_output(
     q_scale: jax.Array | None = None,
     units: jax.Array | None = None,
 ) -> jax.Array:
-    """out, of s [B, G, F, V] and z [B, G, 8, F], in the dtype of tiles, and 0 behind the lengths
-    [B] of queries. `deal` counts items. `q_scale` [B, H] float32 is that of queries of 8 bits. In
-    float16 z is [B, G, F] in float32, where there is a normaliser s are means, and otherwise
-    `units` [B, G] float32 are those of s."""
+    """Launches the kernel and returns out, which is 0 behind the lengths of queries.
+
+    Args:
+      deal: counts items.
+      s: [B, G, F, V] in the dtype of tiles; in float16 with a normaliser the means of values.
+      z: [B, G, 8, F] in the dtype of tiles; in float16 [B, G, F] float32.
+      lengths: [B] of queries.
+      q_scale: [B, H] float32 of queries in 8 bits.
+      units: [B, G] float32 of s, in float16 without a normaliser.
+    """
     # In blocks, D256 takes 0.193 ms where whole tiles take 0.211 (H200, B2 H8 T16384).
     tiling = row_copies.by_blocks(spec, always=frame.is_wide(spec))
     maps = feature_maps.features(spec)

@@ -1,6 +1,8 @@
-"""The gradient of queries that see every key, and its sums over the queries, in one pass.
+"""dq [B, T, H, D] where every query sees every key, without a decay, and the sums over queries.
 
-With g the cotangent of out, S [F, V] and z [F] of all keys, and phi'_i = phi(q_i) inverse_i:
+`bidirectional.py` launches it with S [F, V] and z [F], the sums over all keys. R and u of each
+piece are added up for `whole_key_gradient.py`. With g the cotangent of out, and phi'_i = phi(q_i)
+inverse_i (phi'(q_i) is the derivative of phi):
 
     G_i   = g_i S^T                         the gradient of phi(q_i) without normaliser
     den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, least)
@@ -8,23 +10,25 @@ With g the cotangent of out, S [F, V] and z [F] of all keys, and phi'_i = phi(q_
     dq_i  = (G_i - e_i z) inverse_i phi'(q_i)
     R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F]     of the piece
 
-Unnormalised, inverse is 1 and e is 0: S comes scaled.
+Without a normaliser inverse is 1 and e is 0, and S contains the scale.
 
-    memory    loads S and z of a head, and chunks of q and g, as slots come free
-    dq        two, each half of F: features once, and all that is made of them; phi' replaces q
-    sums      R in registers
+    memory    loads S and z of a head, and chunks of q and g
+    dq        two warpgroups with half of F each: they map q once, compute dq, and store phi' to
+              q's place
+    sums      keeps R in registers
 
-In float16 (`whole_units.py`) S comes in a unit of its head; where there is a normaliser it comes as
-means, and phi' are shares, which are multiplied by `LARGEST`. u is added up in a unit of its half.
-Without a normaliser phi(q) is rounded in a unit of its half: the largest magnitude so far in the
-piece, over `LARGEST` (identity's features are exact and have none). R is accumulated in that unit.
+Once a chunk the warpgroups of dq exchange their terms of e and den. Features stay in float32, so
+phi' is rounded once, and e follows from the same G and den as dq.
 
-The halves meet once a chunk, to add up e and den. As the features stay in float32, phi' is rounded
-once, and e belongs to the G and den that dq is made of.
+In float16 (`whole_units.py`) S has a unit of its head without a normaliser. With one S is passed as
+means, and phi' are shares, which are multiplied by `LARGEST`. u is accumulated in a unit of its
+half of F. Without a normaliser phi(q) is rounded in a unit of its half, the largest magnitude so
+far in the piece over `LARGEST`, and R is accumulated in that unit; features of identity are exact
+and have none.
 
-No barriers but those written here: a warp stores where it alone has loaded, or where
-`wait_smem_to_gmem` has let the warpgroup through, and whoever waits on a barrier sees what its
-arrivals had stored.
+Pallas adds no barriers around loads and stores here (`own_barriers`). A warp only stores where it
+alone has loaded, or after `wait_smem_to_gmem`; and a warpgroup that waits on a barrier sees all
+stores ahead of the arrivals on it.
 """
 
 from __future__ import annotations
@@ -56,10 +60,10 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-SUMS = 3  # the warpgroup of the sums; dq's are 0 and 1
+SUMS = 3  # the warpgroup of the role sums; those of dq are 0 and 1
 STAGES = 4
 DQ_REGISTERS, SUMS_REGISTERS = 160, 168
-COLUMNS = 32  # of R that are stored at once
+COLUMNS = 32  # columns of R that are stored at once
 
 
 def whole_query_gradient(
@@ -73,10 +77,17 @@ def whole_query_gradient(
     lengths: jax.Array | None = None,
     units: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq; R [B, H, P, F, V] and u [B, H, P, F], float32. Of s [B, G, F, V] in the dtype of tiles, z
-    [B, G, F] and least [B, G, C], all the same, in float32. Rows behind the lengths [B] of queries
-    have no gradient, and give none. In float16 with a normaliser s are means, and R and u those of
-    shares; otherwise `units` [B, G] float32 are those of s."""
+    """Launches the kernel. It returns dq; and R [B, H, P, F, V] and u [B, H, P, F] in float32, in
+    float16 with a normaliser those of shares. Rows behind the lengths of queries have a gradient of
+    0 and no part in the sums.
+
+    Args:
+      s: [B, G, F, V] in the dtype of tiles; in float16 with a normaliser the means of values.
+      z: [B, G, F] float32.
+      least: [B, G, C] float32, the least denominator, repeated C times.
+      lengths: [B] of queries.
+      units: [B, G] float32 of s, in float16 without a normaliser.
+    """
     tiling, maps = row_copies.tiling(spec), feature_maps.features(spec)
     group_size = spec.H // spec.G
     scratch = dict(

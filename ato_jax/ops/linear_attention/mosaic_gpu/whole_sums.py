@@ -1,22 +1,22 @@
-"""Sums over a piece's rows: of keys,
+"""The sums over the rows of each piece, [B, heads, P, F, V] and [B, heads, P, F] in float32.
+
+`bidirectional.py` launches it where every query sees every key, and `wide_heads.py` for the pieces
+of wide heads. The sums are over keys, or over queries with inverse and e of each row:
 
     S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
-
-or, with what `wide_query_gradient.py` leaves of each row, of queries,
-
     R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F],  phi'_i = phi(q_i) inverse_i
 
     memory    loads chunks of x and y, which are k and v or q and g
-    sums      each 64 rows of the sum: phi(x)^T [64, C] in registers, all columns of y
+    sums      each warpgroup has 64 rows of the sum: it multiplies phi(x)^T [64, C], in registers,
+              by all columns of y
 
 Where the sum fills more registers than a block has, two blocks have half of its rows each.
 
-In float16 phi(k) is rounded in units, one for each feature: its largest magnitude so far in the
-piece, over `whole_units.LARGEST` (identity's features are exact and have none). S is accumulated in
-these units, and z in none. So are features of queries, without a normaliser; with one phi' are
-shares, which are multiplied by `LARGEST`:
-
-    phi'_i = phi(q_i) z inverse_i
+In float16 (`whole_units.py`) phi(k) is rounded in units, one for each feature: its largest
+magnitude so far in the piece, over `LARGEST`. S is accumulated in these units, and z without.
+Features of queries have such units, too, without a normaliser; with one, phi' are shares, which are
+multiplied by `LARGEST`: phi'_i = phi(q_i) z inverse_i. Features of identity are exact and have no
+unit.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST, LEAST_S
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 STAGES = 4
-COLUMNS = 32  # of a sum that are stored at once
-MOST_ROWS = 192  # of a sum that a block's registers hold
+COLUMNS = 32  # columns of a sum that are stored at once
+MOST_ROWS = 192  # the most rows of a sum that a block's registers hold
 
 
 def blocks_of_state(spec: LinearAttentionSpec) -> int:
-    """How many blocks share S or R, with a part of it each: of a piece so many items."""
+    """The number of blocks that share S or R, and so of items for each piece."""
     return 1 if spec.D <= MOST_ROWS else 2
 
 
@@ -58,13 +58,14 @@ def whole_sums(
     lengths: jax.Array | None = None,
     z: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """[B, heads, P, F, V] and [B, heads, P, F], float32. `deal` counts items.
+    """Launches the kernel, and returns S and z, or R and u.
 
     Args:
-      of_rows: inverse and e, [B, heads, T up to a whole chunk] float32, of queries; of keys none,
-        or what multiplies their features.
-      lengths: of keys, [B] int32: rows behind them are left out.
-      z: of queries whose sums are to be those of shares, [B, G, F] float32.
+      deal: counts items, `blocks_of_state` for each head.
+      of_rows: [B, heads, T up to a whole chunk] float32 each: inverse and e of queries; of keys (),
+        or a factor of their features.
+      lengths: of keys, [B] int32; rows behind them are left out.
+      z: [B, G, F] float32, if the sums are to be those of shares of queries.
     """
     tiling = row_copies.by_blocks(spec, always=frame.is_wide(spec))
     maps = feature_maps.features(spec)
