@@ -4,27 +4,27 @@
     z = sum_j phi(k_j)                  [F]
     out_i = S phi(q_i) / max(phi(q_i) . z, eps)        normalize, else scale * S phi(q_i)
 
-over all keys j (`bidirectional.py`), those of the query's segment (`documents.py`), or those j <=
-i (`causal.py`), also with a decay for each head or step, or each step and channel, which reach all
-keys by a second walk (`both_ways.py`, `channel_both_ways.py`). `frame.py` says what a kernel is
-made of.
+A sum is over all keys j, over those of the query's segment, or over j <= i. A decay per head or
+step, or per step and channel, multiplies its terms. `_kept` below selects the module that launches
+the kernels of a call, and `_backward` selects in the same order:
 
-Sizes are those of a warpgroup's products: D = V = 128 in bfloat16, operands in bfloat16 and sums in
-float32; causal, or with segments, also D = V = 64, two heads side by side; also D = V = 192 and 256
-(`wide_*.py`); other multiples of 8 from 80 on, and from 16 to 56 where causal or with segments,
-fill one of these tiles in part, and so does the smaller of D and V where segments are causal; with
-gates of channels those are multiples of 16 (`narrow.py`), and heads above 128 columns are cut into
-blocks (`channel_blocks.py`), as values alone are of causal heads with D up to 128
-(`value_blocks.py`). Kernels also take float16, but for the gradients of gates of channels: sums and
-weights have units (`mosaic/scales.py`) and features powers of two (`powers.py`, `wide_powers.py`,
-`channel_powers.py`), or are shares and means (`whole_units.py`). Up to 128 columns the kernels of
-wide heads take bidirectional calls with segments or a decay in float16, and with both in either
-dtype. Kernels of their own take float32 of up to 128 columns (`float32*.py`). phi is any
-elementwise map that Mosaic GPU lowers (`feature_maps.py`). Features of FAVOR+ in bfloat16 are
-arrays, and their number is D (`projected.py`); where every query sees every key, gradients are made
-without such arrays (`projected_whole.py`). Lengths are rows that do not count (`steps.py`), causal
-segments masks (`chunk_borders.py`). Other numbers of columns, heads and rows, and other lengths,
-are made to fit (`fitted.py`). All else is Triton's.
+    channel_blocks.py    a decay per channel that is not causal, or with more than 128 columns
+    wide_heads.py        the calls of `frame.by_runs`: causal with more than 128 columns, and others
+    causal.py            causal; `channel.py` with a decay per channel
+    both_ways.py         every query sees every key through a decay per head or step
+    documents.py         every query sees its whole segment
+    float32.py, float32_causal.py    the same calls in float32, up to 128 columns
+    bidirectional.py     every query sees every key
+
+Read `frame.py` (sizes, launches) and `causal.py` next. A kernel has tiles of D = V = 128, of two
+heads of 64, or of 192 or 256 columns; operands are bfloat16 or float16, and sums float32. Other
+sizes fill such a tile in part (`narrow.py`), or heads are cut into blocks (`channel_blocks.py`,
+`value_blocks.py`). What does not fit is made to fit by copies (`fitted.py`), or refused
+(`refusals.py`, `steps.py`). Options: any elementwise phi that Mosaic GPU lowers
+(`feature_maps.py`); lengths and segments (`steps.py`, `chunk_borders.py`); float16 by units and
+powers of two (`mosaic/scales.py`, `powers.py`, `wide_powers.py`, `channel_powers.py`,
+`whole_units.py`); FAVOR+ in bfloat16 (`projected.py`, `projected_whole.py`); `vmap` as a larger
+batch (`batches.py`).
 """
 
 from __future__ import annotations
@@ -297,13 +297,13 @@ def _gates_of_steps(spec: LinearAttentionSpec, _config: Config, decay: jax.Array
 
 @as_larger_batch
 def _keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
-    """`inputs.decay` are the gates."""
+    """The forward pass alone. `inputs.decay` holds the gates."""
     return _kept(spec, config, inputs)
 
 
 @as_larger_batch
 def _keep_all(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
-    """What the gradients are made of, too."""
+    """The forward pass, with what the backward pass reads of it."""
     return _kept(spec, config, inputs, features=spec.decay == "channel")
 
 

@@ -1,4 +1,7 @@
-"""Calls under `vmap`, and the sizes of the tiles that they fill."""
+"""`as_larger_batch`: under `vmap` a function runs once, with the mapped axis as a part of B.
+
+The backend (`__init__.py`) decorates its functions with it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def spec_in_tiles(spec: LinearAttentionSpec) -> LinearAttentionSpec:
 
 
 def as_larger_batch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Under `vmap` the arrays are a larger batch, since grids are made for the card."""
+    """Under `vmap` the mapped axis becomes a part of B, since one grid is made for the whole
+    card."""
 
     @functools.wraps(function)
     def call(spec: LinearAttentionSpec, config: Config, *arrays: Any) -> Any:

@@ -1,4 +1,7 @@
-"""How many pieces the causal passes cut a sequence into, and what each block is dealt."""
+"""The number of pieces of a sequence in causal calls, and the schedule (`mosaic.Deal`) of kernels.
+
+`causal.py`, `both_ways.py` and `wide_heads.py` call `deal_of` and `deal_of_gradients`.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,21 @@ from ato_jax.ops.linear_attention.mosaic_gpu import channel, frame, wide_states
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# What cutting costs, in the time that the output takes for a chunk: another kernel and a scan, what
-# it takes for a chunk of theirs, and what an item takes before its first chunk.
+# Costs in units of the time that `output.py` takes for a chunk: of the further kernel and the scan
+# that cutting needs, of a chunk in that kernel, and of an item before its first chunk.
 CUT, CUT_CHUNK, ITEM = 4.0, 0.4, 1.0
-# A piece has at least as many chunks, so that its state is small beside its rows.
+# The fewest chunks of a piece, so that its state is small beside its rows.
 LEAST_CHUNKS = 8
-# Two numbers of pieces cost the same within this factor. Then the smaller is taken, since more rows
-# are read once: 8 sequences of 131,072 rows of 8 heads of 64 took 15% longer for each row in 41
-# pieces than sequences of half the length in four, where the cost says 0.6% less.
+# Costs within this factor count as equal, and then the smaller number of pieces is chosen, since
+# more rows are read only once: 8 sequences of 131,072 rows with 8 heads of 64 columns took 15%
+# longer for each row in 41 pieces than sequences of half the length in 4, where the cost estimates
+# 0.6% less.
 AS_GOOD = 1.02
 
 
 def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
-    """So many that the last round of blocks is nearly full, and little is read twice; of those that
-    are as good the fewest."""
+    """The fewest pieces among those with nearly the least cost: a last round of blocks that is
+    nearly full, and few rows that are read twice."""
     if frame.by_runs(spec) and not config.pieces:
         config = dataclasses.replace(config, pieces=wide_states.pieces_of(spec, config.blocks))
     at_once = chunks_at_once(spec)
@@ -46,20 +50,20 @@ def pieces_of(spec: LinearAttentionSpec, config: Config) -> int:
 
 
 def pieces_of_groups(spec: LinearAttentionSpec, config: Config) -> int:
-    """Those of the gradients: a block that walks keys walks all queries of their group, so there
-    are as many pieces more as fill the card with the heads of keys."""
+    """The number of pieces for the gradients. A block that walks keys also walks all queries of
+    their group, and there are fewer heads of keys: more pieces fill the card."""
     pieces, chunks = pieces_of(spec, config), pl.cdiv(spec.T, frame.C)
     wanted = max(pieces, min(spec.H // spec.G * pieces, chunks // LEAST_CHUNKS))
     return int(pl.cdiv(chunks, pl.cdiv(chunks, wanted)))
 
 
 def chunks_at_once(spec: LinearAttentionSpec) -> int:
-    """What pieces are made of."""
+    """The number of chunks of which a piece has a multiple."""
     return channel.CHUNKS if spec.decay == "channel" else wide_states.chunks_at_once(spec)
 
 
 def deal_of(spec: LinearAttentionSpec, config: Config) -> mosaic.Deal:
-    """All rows of all query heads."""
+    """The schedule of all rows of all query heads."""
     pieces, unit = pieces_of(spec, config), chunks_at_once(spec) * frame.C
     rows = pl.cdiv(pl.cdiv(spec.T, unit), pieces) * unit
     heads = spec.H // frame.heads_of_tile(spec)

@@ -1,4 +1,8 @@
-"""What all Hopper kernels of linear attention agree on: sizes, how heads lie in tiles, launches."""
+"""What all Hopper kernels of linear attention share: sizes, classes of calls, tilings, launches.
+
+The functions `is_wide`, `by_runs` and those between them say which kernels a call has; the backend
+and most files of this folder ask them. `tiling` says how heads lie in tiles of shared memory.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +31,25 @@ from ato_jax.ops.linear_attention.scans.chunks import whole_chunks as whole_chun
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 F = V = 128
-ROWS_OF_A_TILE = 8  # as arrays in memory are cut by the copy engine
+ROWS_OF_A_TILE = 8  # rows of an array in memory that the copy engine takes as a unit
 
-# Warpgroups of the flat kernels; where 0 and 1 alone multiply, with half of a state each.
+# Warpgroups of the kernels whose barriers are counted by hand: 0 and 1 multiply, with half of a
+# state each.
 MEMORY, FEATURES = 2, 3
 WARPGROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Blocks of each kernel; pieces of a sequence, 0: as many as fill the blocks."""
+    """The blocks of each kernel, and the pieces of a sequence; 0 pieces means as many as fill the
+    blocks."""
 
     blocks: int
     pieces: int = 0
 
 
 def is_wide(spec: LinearAttentionSpec) -> bool:
-    """Whether a head has more columns than a tile, and kernels take it whole."""
+    """Whether a head has more than 128 columns and is not cut into blocks."""
     return max(spec.D, spec.V) > F and not value_blocks.is_cut(spec)
 
 
@@ -53,7 +59,7 @@ def both_ways(spec: LinearAttentionSpec) -> bool:
 
 
 def by_two_walks(spec: LinearAttentionSpec) -> bool:
-    """Whether the causal kernels walk such a sequence from either end (`both_ways.py`)."""
+    """Whether the causal kernels run twice, from either end of the sequence (`both_ways.py`)."""
     return both_ways(spec) and not by_runs(spec)
 
 
@@ -63,8 +69,8 @@ def by_documents(spec: LinearAttentionSpec) -> bool:
 
 
 def by_runs(spec: LinearAttentionSpec) -> bool:
-    """Whether heads are walked, and then made run by run (`wide_runs.py`): wide ones, and some of
-    up to 128 columns, in tiles of 128."""
+    """Whether `wide_heads.py` runs the call: heads of more than 128 columns, unless every query
+    sees every key without a decay, and some calls with narrower heads, in tiles of 128."""
     if in_runs(spec):
         return True
     return is_wide(spec) and (spec.causal or by_documents(spec) or both_ways(spec))
@@ -75,7 +81,7 @@ def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
     columns = F if heads_of_tile(spec) == 2 else spec.D
     heads, width = heads_of_tile(spec), math.gcd(*widths_of(spec))
     dtype = jnp.dtype(spec.dtype).type
-    # With gates of channels T is a multiple of 8, and a head's columns are one of 16.
+    # With a decay per channel T is a multiple of 8, and the columns of a head are one of 16.
     as_given = heads == 2 and width < HALF and spec.decay != "channel"
     in_documents = by_documents(spec) and not by_runs(spec)
     odd = (spec.T % ROWS_OF_A_TILE, spec.S % ROWS_OF_A_TILE, width % STEP) != (0, 0, 0)
@@ -85,14 +91,14 @@ def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
 
 
 def shape_of_values(spec: LinearAttentionSpec, heads: int) -> tuple[int, ...]:
-    """[B, T, heads, V], or as the layout has it, for so many heads of a kernel."""
+    """[B, T, heads, V], in the order of the layout, for the number of heads that a kernel has."""
     heads //= value_blocks.blocks_of(spec)
     lengths = (spec.T, heads) if spec.layout == "bthd" else (heads, spec.T)
     return (spec.B, *lengths, widths_of(spec)[1])
 
 
 def head_of_keys(spec: LinearAttentionSpec, head: Any) -> Any:
-    """The head of the keys that an item's queries see; of a pair of heads one for both."""
+    """The head of keys of an item's query head. A pair of query heads in a tile may share one."""
     group_size = spec.H // spec.G
     if heads_of_tile(spec) == 1 or group_size == 1:
         return lax.div(head, group_size)
@@ -100,7 +106,7 @@ def head_of_keys(spec: LinearAttentionSpec, head: Any) -> Any:
 
 
 def name_of(kernel: str) -> str:
-    """As profilers show it."""
+    """The name of a kernel in profilers."""
     return f"linear_attention_{kernel}_mosaic"
 
 
@@ -117,7 +123,7 @@ def launch(
     approximates: bool = True,
     rest: tuple[mosaic.Body, dict[str, Any]] | None = None,
 ) -> Any:
-    """Launches a flat kernel, whose barriers are counted by hand; see `mosaic.launch`."""
+    """Launches a kernel whose barriers are counted by hand (`mosaic.Flat`); see `mosaic.launch`."""
     return mosaic.launch(
         name_of(name),
         mosaic.Flat(body, scratch, warpgroups),

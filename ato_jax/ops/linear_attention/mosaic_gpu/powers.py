@@ -1,11 +1,11 @@
-"""Powers of two by which float16 features are multiplied before they are rounded.
+"""Powers of two for float16 in the causal kernels: features are multiplied by them before rounding.
 
-Features may be far below float16's smallest normal number, 2^-14: elu(x) + 1 of -14 is 8e-7. Where
-causal kernels take them, features of keys are multiplied by c_k [B, G], one number per head, and
-those of each query by a number of its own, c_i, which bring the largest feature of the head or the
-query to between `LARGEST` and twice that. Features down to 2^-28 of it then have all of their
-digits. XLA finds c_k ahead of the kernels, and `output.py` finds c_i. The gradients do without c_i,
-since phi(q) is rounded there only as phi(q) inverse, which has a unit. With phi_k c_k:
+`causal.py` calls `powers_of_keys`. Features may be far below float16's smallest normal number,
+2^-14: elu(-14) + 1 is 8e-7. Features of keys are multiplied by c_k [B, G], one number for each
+head, and those of queries by c_i, one for each row. These bring the largest feature of the head or
+the row to between `LARGEST` and twice that, and features down to 2^-28 of it keep all digits. XLA
+computes c_k ahead of the kernels, and `output.py` computes c_i. The gradients need no c_i, since
+they round phi(q) only as phi(q) inverse, which has a unit. With phi(k) c_k:
 
     S, z and the state behind the sequence   are multiplied by c_k
     pairs, denominators and eps of out       are multiplied by c_i c_k, which cancels in out
@@ -13,10 +13,10 @@ since phi(q) is rounded there only as phi(q) inverse, which has a unit. With phi
     the unit of phi(q) inverse in a chunk    is its largest magnitude, divided by 2^14
     dk                                       is multiplied by c_k at the end
 
-With a decay, phi(k) carries that up to the middle of its chunk: c_k leaves room for a factor of
-2^`MOST_LOST_IN_FLOAT16`, and chunks that lose more are steep. phi(q) inverse carries what is left,
-and has a unit that is a power of two, so that both walks of the gradients round it alike
-(`query_gradient_rows.as_keys_see`).
+With a decay phi(k) is scaled to the middle row of its chunk: c_k leaves room for a factor of
+2^`MOST_LOST_IN_FLOAT16`, and chunks that lose more are steep. phi(q) inverse is scaled from the
+middle row on. Its unit is then a power of two, so that both walks of the gradients round it to the
+same digits (`query_gradient_rows.as_keys_see`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Tiles of one head of 128 columns or more where sequences are no multiple of 8 rows.
+"""Loads and stores of tiles [64, D], D >= 128, where T is not a multiple of 8: subclasses of
+Tiling.
 
-Products take a tile [64, 128] in swizzled atoms of [8, 64]: 8 rows of one half, 1 KiB, the two
-halves of 8 rows side by side. Where a sequence is a multiple of 8 rows one TMA copy lays them so,
-from an array that is seen in groups of 8 rows. Else the array is seen as it is, and a copy takes 64
-columns of some rows. Rows beyond the end of a sequence are read as zeros and not written.
+Kernels get one by `tiling` or `by_blocks` below. A product reads a tile in swizzled atoms [8, 64]
+of 1 KiB. Where T is a multiple of 8, one TMA copy of an array in groups of 8 rows writes a tile of
+atoms. Otherwise a copy can only take 64 columns of some rows. Rows behind the end of a sequence are
+read as zeros and not written.
 
-    ByBlocks    a copy of 64 rows for each 64 columns, which are a block of shared memory. A
-                product of more columns is one for each block, with as many sums
-    ByAtoms     a copy for each atom, `COPIES` a tile of 128 columns. Products are as elsewhere
+    ByBlocks    a tile is blocks [64, 64], each filled by one copy. A product over the columns of a
+                tile is a sum of one product for each block
+    ByAtoms     a tile of 128 columns is filled by `COPIES` copies, one for each atom, and products
+                read it whole
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from ato_jax.mosaic.tiles import tiled
 from ato_jax.ops.linear_attention.mosaic_gpu import frame
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-ATOM = frame.ROWS_OF_A_TILE  # rows of one
+ATOM = frame.ROWS_OF_A_TILE  # rows of an atom
 GROUPS = mosaic.ROWS // ATOM
 COPIES = 2 * GROUPS
 
 
 @dataclasses.dataclass(frozen=True)
 class ByAtoms(mosaic.Tiling):
-    """Tiles that copies fill atom by atom. Vectors, and rows of 64 columns, are as elsewhere."""
+    """Tiles that copies fill atom by atom; vectors and rows of 64 columns as in `Tiling`."""
 
     @property
     def blocks(self) -> int:
@@ -98,7 +100,7 @@ class ByBlocks(mosaic.Tiling):
         return self.columns // HALF if self.untiled else 1
 
     def tiles(self, slots: int, columns: int | None = None) -> Any:
-        """Of all columns or so many."""
+        """Shared memory for `slots` tiles, of all columns of a head or of `columns`."""
         columns = self.columns if columns is None else columns
         if not self.untiled:
             return self.shared(slots, mosaic.ROWS, columns)
@@ -107,7 +109,7 @@ class ByBlocks(mosaic.Tiling):
     def leave_tile(
         self, tiles: Any, slot: Any, ref: Any, item: Any, rows: Any, head: Any, share: Any = 0
     ) -> None:
-        """Where tiles have fewer columns than a head, they are those of number `share`."""
+        """Stores a tile. One with fewer columns than a head has those of number `share`."""
         own = tiled(tiles).at[slot]
         if not self.untiled:
             target, columns = self.part(ref, item, rows, head), own.shape[-1]
@@ -127,12 +129,12 @@ class ByBlocks(mosaic.Tiling):
         return tile.at[:, pl.ds(first_of(block), HALF)]
 
     def all_in(self, tile: Any) -> list[Any]:
-        """A tile's blocks, of which each is a factor."""
+        """The blocks of a tile, each an operand of a product."""
         return [tile.at[block] for block in range(tile.shape[0])] if self.untiled else [tile]
 
 
 def first_of(block: Any) -> Any:
-    """The first column of 64."""
+    """The first column of a block of 64."""
     first = block * HALF
     return first if isinstance(block, int) else pl.multiple_of(first, HALF)
 
@@ -140,7 +142,7 @@ def first_of(block: Any) -> Any:
 def copy_block(
     tiling: mosaic.Tiling, ref: Any, item: Any, rows: Any, head: Any, block: Any, tile: Any, to: Any
 ) -> None:
-    """Loads rows of a sequence, 64 columns, into a tile [64, 64]: one copy, an arrival on `to`."""
+    """Loads 64 columns of some rows into a tile [64, 64], by one copy, which arrives on `to`."""
     source = tiling.part(ref, item, rows, head, block)
     plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tile), to)
 
@@ -148,7 +150,7 @@ def copy_block(
 def leave_block(
     tiling: mosaic.Tiling, tile: Any, ref: Any, item: Any, rows: Any, head: Any, block: Any
 ) -> None:
-    """Stores a tile [64, 64] to rows of a sequence, 64 columns."""
+    """Stores a tile [64, 64] to 64 columns of some rows."""
     target = tiling.part(ref, item, rows, head, block)
     plgpu.copy_smem_to_gmem(mosaic.for_copy(tile), target)
 
@@ -159,7 +161,7 @@ def _as(kind: type[mosaic.Tiling], own: mosaic.Tiling) -> Any:
 
 @functools.cache
 def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
-    """As `frame.tiling`, of kernels whose products take all columns of a tile at once."""
+    """`frame.tiling` for kernels whose products take all columns of a tile at once."""
     own = frame.tiling(spec)
     if not own.untiled or own.heads == 2:
         return own
@@ -168,8 +170,8 @@ def tiling(spec: LinearAttentionSpec) -> mosaic.Tiling:
 
 @functools.cache
 def by_blocks(spec: LinearAttentionSpec, always: bool = False) -> ByBlocks:
-    """As `frame.tiling`, of kernels that take a tile's columns in parts. With `always` in blocks,
-    whatever the number of rows."""
+    """`frame.tiling` for kernels that multiply a tile's columns in parts. With `always` tiles are
+    in blocks for every T."""
     own = frame.tiling(spec)
     found: ByBlocks = _as(ByBlocks, dataclasses.replace(own, untiled=own.untiled or always))
     return found

@@ -1,16 +1,16 @@
-"""Causal heads of at most 128 features and more values, without a gate per channel: values are cut
-into blocks of 128 columns.
+"""Causal calls with D <= 128 < V: each block of 128 values becomes a head of the kernels.
 
-Columns of out depend on the same columns of v alone, and so do those of dv on those of v and g. The
-gradients of q, k and the decay are sums over blocks b: with e_ib = g_ib . out_ib,
+The backend (`__init__.py`) calls these functions; with a decay per channel it calls those of
+`channel_blocks.py` instead. A block of out's columns depends on the same columns of v alone, and
+one of dv on those of v and g. The gradients of q, k and the decay are sums over blocks b: with
+e_ib = g_ib . out_ib,
 
-    dq_i = sum_b (G_ib - e_ib z_i) inverse_i phi'(q_i)        dk_j and the decay's alike
+    dq_i = sum_b (G_ib - e_ib z_i) inverse_i phi'(q_i)        likewise dk_j and the decay's gradient
 
-So each block is a head of its own, number b H + h, to the kernels for 128 columns, which run a call
-of that many more heads. H is a multiple of G, so that b G + g is the head of the keys that a group
-of such heads reads. q, k, v and out lie in memory as they are: `mosaic.Tiling.cut` finds a block's
-rows. Blocks that run at once have the same piece of all heads (`mosaic.Deal`), so that both blocks
-of a head read its q and k at about the same time.
+To the kernels block b of head h is head b H + h. H is a multiple of G, so b G + g is the head of
+keys that a group of such heads reads. No array is copied: `mosaic.Tiling.cut` finds the rows of a
+block. Blocks that run at the same time have the same piece of all heads (`mosaic.Deal`), so that
+both blocks of a head read its q and k at about the same time.
 
 The kernels write dq and dk of each block, [B, T, blocks H, D], and XLA adds them up in float32.
 Beside what a head of 128 columns moves, in its columns, that is 12 of 20 with two blocks: each
