@@ -1,6 +1,7 @@
-"""All gradients of queries that see the keys of their own document, a document at a time.
+"""dq, dk and dv where each query sees the keys of its own document, a document at a time.
 
-With S and z of its keys, in units of 1 / sum |z|, and eps likewise (`document_walk.py`):
+`documents.py` launches it. With S and z the sums over the document's keys, and S, z and eps in
+units of 1 / sum |z| (`document_walk.py`):
 
     G_i   = g_i S^T,  den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, eps)
     e_i   = phi(q_i) . G_i inverse_i,  0 where den_i <= eps
@@ -18,14 +19,13 @@ With S and z of its keys, in units of 1 / sum |z|, and eps likewise (`document_w
       v   |
     SUMS (3)         R in registers
 
-Each array is read as often as it has to be where no state leaves the chip: k and v twice. For
-an item made of pairs SUMS only lets go of the slots, and HALVES make all gradients
-(`document_pair_gradient.py`).
+k and v are read twice, since no state leaves the chip. For an item that is computed from pairs SUMS
+only releases the slots, and HALVES compute all gradients (`document_pair_gradient.py`).
 
-S and R are multiplied in two parts for dq and dk, rounded and what that leaves off. Rows whose
-products are small beside S and R, of few rows or of documents of one or two, would lose too much by
-rounding these once: dk of a tile of 64 rows was off by 4.2e-3, a row of dk by 2.7e-2, each beyond
-its budget. The factor R of dv is rounded once.
+For dq and dk S and R are multiplied in two parts, rounded and what rounding left off. Rows whose
+products are small compared with S and R, as in documents of one or two rows, would otherwise lose
+too much: dk of a tile of 64 rows had an error of 4.2e-3, and one row of dk of 2.7e-2, both above
+the budget. For dv R is rounded once.
 """
 
 from __future__ import annotations

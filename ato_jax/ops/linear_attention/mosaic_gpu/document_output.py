@@ -1,4 +1,6 @@
-"""The output of queries that see the keys of their own document:
+"""out [B, T, H, V] where each query sees the keys of its own document, without a decay.
+
+`documents.py` launches it. S and z are the sums over the document's keys (`document_walk.py`):
 
     out_i = phi(q_i) S / max(phi(q_i) . z, eps)        or scale * phi(q_i) S
 
@@ -8,9 +10,8 @@
     HALVES (0, 1)    S and z by `sum_keys`; then of each chunk of q half of the features, stored
                      in q's place, and of all of them half of out
 
-Items made of pairs are in `document_pair_output.py`.
-
-Where features may be negative phi(q) is multiplied in two parts, as in `whole_output.py`.
+Items that are computed from pairs are in `document_pair_output.py`. Where features may be negative,
+phi(q) is multiplied in two parts, as in `whole_output.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""All gradients of up to 64 rows, of one document or more, by the pairs of these rows
-(`document_pairs.py`):
+"""dq, dk and dv of an item of up to 64 rows, from the pairs of its rows (`document_pairs.py`).
+
+The role HALVES of `document_gradient.py` calls it for items that hold whole documents:
 
     da_ij = g_i . v_j,  inverse_i = 1 / max(sum_j a_ij, eps),  w_ij = a_ij inverse_i
     e_i   = sum_j w_ij da_ij,  0 where sum_j a_ij <= eps
@@ -7,9 +8,10 @@
     dq_i  = sum_j c_ij phi(k_j) phi'(q_i)
     dk_j  = sum_i c_ij phi(q_i) phi'(k_j),  dv_j = sum_i w_ij g_i
 
-or w_ij = scale a_ij and c_ij = scale da_ij. c is multiplied in two parts, rounded and what that
-leaves off, as a document's few terms may cancel; w is rounded once. A product with a transpose
-reads it from shared memory: c's first part lies in S's place, its second in `out[1]`, w in `rest`.
+or, without a normaliser, w_ij = scale a_ij and c_ij = scale da_ij. c is multiplied in two parts,
+rounded and what rounding left off, since the few terms of a document may cancel; w is rounded once.
+A product with a transpose reads that from shared memory: the first part of c lies in S's place, the
+second in `out[1]`, and w in `rest`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The output of up to 64 rows, of one document or more, by their pairs (`document_pairs.py`).
+"""out of an item of up to 64 rows, from the pairs of its rows (`document_pairs.py`).
 
-A weight is divided before it is rounded, so that the output of a document of one row is v itself.
+The role HALVES of `document_output.py` calls it. A weight is divided by the denominator before it
+is rounded, so that out of a document of one row is v itself.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Up to 64 rows, of one document or more, by the pairs of these rows:
+"""What `document_pair_output.py` and `document_pair_gradient.py` share: the pairs of up to 64 rows,
+which belong to one document or more.
 
     a_ij  = phi(q_i) . phi(k_j) where i and j are of one document, else 0
     w_ij  = a_ij / max(sum_j a_ij, eps)        or scale * a_ij
     out_i = sum_j w_ij v_j
 
-By sums a document of one row costs as much as one of 64, and each phase waits for the one before.
-Pairs need no sum first, and are also faster for one document of up to 64 rows.
+With the sums S and z a document of one row would cost as much as one of 64 rows, and each phase
+would wait for the one before. Pairs need no sums, and are also faster for one document of up to 64
+rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which rows each document has, a table that XLA makes, and which items of it a block takes.
+"""The table of documents, which XLA computes, and the items of it that each block takes.
 
-A document is a segment of one batch entry, of queries and of keys; an item is one document. Where
-queries and keys have the same segments, all documents that lie within 64 rows, counted by 64 from
-the sequence's first row, are one item: there are at most two items for each 64 rows, however short
-documents are.
+`documents.py` calls `of` and `deal`. A document is a segment of one batch entry, with its queries
+and its keys, and an item is one document. Where queries and keys have the same segments, all
+documents inside a chunk of 64 rows are one item. So there are at most two items for each chunk,
+however short documents are.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
-"""The storage that all kernels of documents use, and the sums over a document's keys:
+"""What `document_output.py` and `document_gradient.py` share: shared memory, loads, and `sum_keys`,
+which computes the sums over a document's keys:
 
     S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
 
-A block has a tile of one head, or of two heads of 64 columns; two warpgroups (`halves`) have half
-of its columns each. Of one head the first 64 features and values are one's, and both meet where
-a product needs all of them; of two heads each warpgroup has one, and they need not meet.
+A block has a tile of one head, or of two heads of 64 columns. The two warpgroups of the role HALVES
+have half of its columns each. With one head each has 64 features and 64 values, and both
+synchronise where a product needs all columns; with two heads each warpgroup has a head of its own.
 
-S, z and eps are in units of 1 / sum |z|, or S in that of the scale where nothing is divided: rows
-that are all alike then have features that are rounded to themselves (`bidirectional.backward`).
+S, z and eps are in units of 1 / sum |z|, or, without a normaliser, S is in units of the scale:
+features of rows that are all equal are then not rounded at all (`bidirectional.backward`).
 
-Chunks are counted from a document's first row, which may be any: so copies are untiled, and only
-the last chunk is cut. Its rows are stored in groups of 8, and what is left one by one.
+Chunks are counted from a document's first row, which may be any row of the sequence. So copies are
+untiled (`mosaic.Views`), and only the last chunk is cut: its rows are stored in groups of 8, and
+the rest one by one.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class Storage(mosaic.Storage):
 
 
 def storage_of(spec: LinearAttentionSpec, halves: Role, sums: Role | None = None) -> Storage:
-    """`sums`: the role that sums up R, where there is one."""
+    """`sums` is the role that accumulates R, in the gradients."""
     tiling = frame.tiling(spec)
     vector = plgpu.SMEM((2, HALF), F32)
     tiles = Buffer(tiling.tiles(SLOTS), copies=2)
@@ -112,7 +114,7 @@ def storage_of(spec: LinearAttentionSpec, halves: Role, sums: Role | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """The kernel: what it is of, its arrays in global memory, and its storage."""
+    """The kernel's static arguments, its arrays in global memory, and its storage."""
 
     spec: LinearAttentionSpec
     deal: Deal
@@ -143,7 +145,7 @@ class Walk:
 
     @property
     def together(self) -> bool:
-        """Whether both halves are of one head."""
+        """Whether both halves belong to one head."""
         return self.tiling.heads == 1
 
     def halves_of_head(self, half: Any) -> tuple[Any, ...]:
@@ -269,7 +271,7 @@ class Sums(NamedTuple):
 
 
 def sum_keys(walk: Walk, item: Item) -> Sums:
-    """Leaves S and z of a document in shared memory."""
+    """Computes S and z of a document, and stores them to shared memory."""
     half = mosaic.group()
     start = [mosaic.zeros(HALF, HALF) for _ in walk.halves_of_head(half)]
     nothing = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)

@@ -1,12 +1,13 @@
-"""Every query sees the keys of its own document: segments without a causal mask, on Hopper.
+"""Both passes of calls with segments, neither causal nor with a decay: `forward` and `backward`.
 
-A block takes one document of one tile of heads from its sums to its outputs, so that no state
-leaves the chip, however many documents there are. Forward (`document_output.py`) it reads k and v,
-then q: 4u in all, with u the size of one array. Backward (`document_gradient.py`) it reads k and v,
-q and the cotangent of out, and k and v once more: 9u, and nothing is kept of the forward. Where
-queries and keys have the same segments, all documents within a chunk of 64 rows are one item, made
-of the pairs of its rows (`document_pairs.py`): 4u and 7u, and at most two items a chunk, however
-short documents are. With groups of query heads items made of pairs read k and v for each head.
+The backend (`__init__.py`) calls them. A segment is called a document here. A block processes one
+document of one tile of heads, from its sums to its outputs, so that no state leaves the chip.
+Forward (`document_output.py`) it reads k and v, then q: 4u in all, with u the size of one array.
+Backward (`document_gradient.py`) it reads k and v, q and the cotangent of out, and k and v once
+more: 9u; it reads nothing that the forward pass kept. Where queries and keys have the same
+segments, all documents within a chunk of 64 rows are one item, computed from the pairs of its rows
+(`document_pairs.py`): 4u and 7u, and at most two items a chunk, however short documents are. With
+groups of query heads such items read k and v for each head.
 """
 
 from __future__ import annotations

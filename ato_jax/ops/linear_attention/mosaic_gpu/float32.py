@@ -1,12 +1,13 @@
-"""Every query sees every key, in float32, on Hopper.
+"""Both passes in float32 where every query sees every key, without a decay, up to 128 columns.
 
-WGMMA multiplies bfloat16 and adds up in float32. So each factor is split into bfloat16 parts that
-add up to it, and a product is the sum of those of its parts: six of three parts each, with all 24
-bits of a number, where products are to be exact; three of two parts, with 16 bits, where TF32 was
-asked for. (WGMMA's own TF32 takes no factor whose rows are to be summed up.)
+The backend (`__init__.py`) calls `forward` and `backward`. WGMMA multiplies bfloat16 and
+accumulates in float32. So each operand is split into bfloat16 parts whose sum it is, and a product
+is a sum of products of parts: six products of three parts, which hold all 24 bits of a number, if
+products are to be exact; three products of two parts, 16 bits, if TF32 was asked for. (WGMMA's own
+TF32 cannot read an operand along the other axis, as sums over rows need.)
 
-Forward, `float32_sums.py` leaves S and z of a few pieces, XLA adds them up, and queries stream past
-S (`float32_walk.py`). Backward, with g the cotangent of out,
+Forward, `float32_sums.py` computes S and z of a few pieces, XLA adds them up, and `float32_walk.py`
+multiplies the queries by S. Backward, with g the cotangent of out,
 
     G_i   = g_i S^T,  den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, eps)
     e_i   = phi(q_i) . G_i / den_i,  0 where den_i <= eps
@@ -15,8 +16,9 @@ S (`float32_walk.py`). Backward, with g the cotangent of out,
     dv_j  = R^T phi(k_j)
     dk_j  = (R v_j + u) phi'(k_j)
 
-queries stream past S, the sums R and u are those of a second pass over the queries, and keys and
-values stream past R. Unnormalised, inverse is 1 and e is 0: S and R come scaled.
+dq is a walk of queries over S, R and u are sums of a second pass over the queries, and dk and dv
+are a walk of keys and values over R. Without a normaliser inverse is 1 and e is 0, and S and R
+contain the scale.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Each query sees the keys up to its own, in float32, on Hopper, by products of bfloat16 parts.
+"""Both passes of causal calls in float32, up to 128 columns, by products of bfloat16 parts.
 
-The sequence is cut into runs. `float32_sums.py` leaves the sums of each, `scans/edges.py` those of
-all keys ahead of each run, S and z, and rows read these and the rows of their own run
-(`float32_pairs.py`). Forward, with j of the run of i and j <= i,
+The backend (`__init__.py`) calls `keep` and `backward`. The sequence is cut into runs of rows.
+`float32_sums.py` computes the sums of each run, `scans/edges.py` adds them up to S and z ahead of
+each run, and in `float32_pairs.py` rows read these and the rows of their own run. Forward, with j
+in the run of i and j <= i,
 
     out_i = (phi(q_i) S + sum_j w_ij v_j) inverse_i,  w_ij = phi(q_i) . phi(k_j)
     inverse_i = 1 / max(phi(q_i) . z + sum_j w_ij, eps)
@@ -15,10 +16,10 @@ phi'_i = phi(q_i) inverse_i,
     dv_j = phi(k_j) R + sum_i (phi(k_j) . phi'_i) g_i       i of the run of j, i >= j
     dk_j = (v_j R^T + u + sum_i (v_j . g_i - e_i) phi'_i) slope(k_j)
 
-Unnormalised, inverse is 1 and e is 0, and all four are multiplied by the scale.
+Without a normaliser inverse is 1 and e is 0, and all four are multiplied by the scale.
 
-Beside FAVOR+'s features v and g are of bfloat16, one part each, and so is dv: nothing cancels in
-it, and all of its factors have one part.
+With features of FAVOR+ v and g are bfloat16, one part each. All operands of dv then have one part,
+too, since nothing cancels in it.
 """
 
 from __future__ import annotations

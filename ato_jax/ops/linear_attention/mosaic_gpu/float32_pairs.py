@@ -1,19 +1,22 @@
-"""Rows read a state and the other rows of their run, in float32, by products of bfloat16 parts:
+"""One kernel for out, dq, dk and dv of causal calls in float32, by products of bfloat16 parts.
+
+`float32_causal.py` launches it for each of the four (`float32_pass.py` has their arrays). A row
+reads the state S of its run, or S^T, and the other rows of the run:
 
     out_i = x_i S + sum_j w_ij value_j,  w_ij = pair(x_i . y_j)
 
-over the rows j of the run up to i, or from i on; or x_i S^T. S is that of the rows ahead of the
-run, or behind it, and stored for each run. A run has units of 128 rows:
+over the rows j of the run up to i, with S ahead of the run; or from i on, with S behind it. S is
+stored for each run. A run has units of 128 rows:
 
-    memory    loads the state, x of a unit, y and values of its run's chunks
-    split     maps what is multiplied from the right and splits it into parts, 64 rows at a time
-    work      two, 64 rows x each, in parts in registers: the left factor of all products
+    memory    loads the state, x of a unit, and y and values of its run's chunks
+    split     maps the second factors and splits them into parts, 64 rows at a time
+    work      two warpgroups with 64 rows of x each, in parts in registers: the first factors
 
                 memory --raw--> split --parts--> work
                 memory --x, rows--> work
 
-The parts of a state's 64 rows take a slot like those of 64 rows of y or values. Outputs take the
-place of x. Where a pass needs another array for them (`last`), it takes that place before.
+The parts of 64 rows of a state take one slot, as those of 64 rows of y or values do. Outputs are
+stored from the place of x, into which `last`, a further input of some passes, is loaded before.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The gradient of q where every query sees every key, in float32 (`float32.py`) and for FAVOR+
-(`projected_whole.py`): queries stream past S in bfloat16 parts (`float32_walk.py`).
+"""dq where every query sees every key: what `float32.py` and `projected_whole.py` (FAVOR+) share.
+
+Each chunk of queries is multiplied by S in bfloat16 parts (`float32_walk.py`):
 
     G_i       = S g_i,  den_i = phi(q_i) . z
     inverse_i = 1 / max(den_i, least),  e_i = phi(q_i) . G_i inverse_i, 0 where den_i <= least
     d_phi_i   = (G_i - e_i z) inverse_i
 
-Without a normaliser inverse is 1 and e is 0. Each of the two maps rows, and pulls d_phi back to dq,
-in its own way.
+Without a normaliser inverse is 1 and e is 0. Each caller has its own functions that map rows to
+features and pull d_phi back to dq.
 """
 
 from __future__ import annotations

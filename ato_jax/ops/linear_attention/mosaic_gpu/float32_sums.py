@@ -1,20 +1,21 @@
-"""Sums over a piece's rows in float32, whose products are those of bfloat16 parts: of keys,
+"""The sums over the rows of each piece in float32, by products of bfloat16 parts.
+
+`float32.py` and `float32_causal.py` launch it; `sums_walk.py` has its loops. Over keys, or over
+queries with inverse and e of each row:
 
     S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
-
-or of queries, with what `float32_walk.py` leaves of each row,
-
     R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F],  phi'_i = phi(q_i) inverse_i
 
     memory    loads chunks of x and y, which are k and v or q and g
-    split     y in parts, in shared memory
-    sums      each 64 rows of the sum: phi(x)^T [64, C] in parts in registers, all columns of y
+    split     stores the parts of y in shared memory
+    sums      each warpgroup has 64 rows of the sum: phi(x)^T [64, C] in parts in registers, times
+              all columns of y
 
                 memory --features--> sums
                 memory --values----> split --parts--> sums
 
-WGMMA truncates what it adds up. So it adds up one chunk, small products first, and the sum over the
-chunks is one of float32 numbers in registers, which are rounded.
+WGMMA truncates when it accumulates. So it accumulates one chunk alone, small products first, and
+the chunks are added up in registers, in float32 with rounding.
 """
 
 from __future__ import annotations

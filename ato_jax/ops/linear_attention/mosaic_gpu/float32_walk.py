@@ -1,17 +1,18 @@
-"""Rows in float32, or in bfloat16, stream past a state in bfloat16 parts, by which they are
-multiplied.
+"""The walk of rows over one state in bfloat16 parts: each chunk of rows is multiplied by the state.
 
-    memory    loads a head's state and vectors, and chunks of rows, as slots come free
-    workers   two, which take chunks in turn: a tile of rows in parts in registers, the left factor
-              of all products; what they find of a chunk takes the place of its rows
+`float32.py` (rows in float32) and `projected_whole.py` (rows in bfloat16) launch it, each with a
+function `do` that computes the results of a chunk.
+
+    memory    loads a head's state and vectors, and chunks of rows
+    workers   two warpgroups that take chunks in turn: a tile of rows, in parts in registers, is the
+              first factor of all products; results take the place of the chunk's rows
 
                 memory --state, loaded--> workers --state_free, free--> memory
 
-A slot belongs to one worker, and each of its tiles has barriers of its own. A tile is free once
-what was stored there has been read by the copy engine, which its worker awaits under the products
-of its next chunk; or earlier, where nothing is stored. So the tile that is multiplied first is the
-first of `rows`: it is loaded ahead of one that is not free yet. What a worker computes of a chunk
-is `do` (`float32.py`; of rows in bfloat16 `projected_whole.py`).
+A slot belongs to one worker, and each of its tiles has its own barriers. A tile is free when the
+copy engine has read the result that was stored there, which the worker awaits during the products
+of its next chunk; a tile without a result is free earlier. So the tile that is multiplied first is
+the first of `rows`: it is loaded before those that are not free yet.
 """
 
 from __future__ import annotations

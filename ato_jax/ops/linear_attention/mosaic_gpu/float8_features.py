@@ -1,4 +1,4 @@
-"""Features of keys of 8 bits, in float16 where the scale bounds them from below, too.
+"""The dtype of features of keys in 8 bits, for `float8_sums.py`: float16 where the scale allows it.
 
 An instruction converts two numbers of 8 bits to float16. bfloat16 has no such conversion, so each
 number passes through float32. For a map that leaves a number as it is, or makes it 0, the scale

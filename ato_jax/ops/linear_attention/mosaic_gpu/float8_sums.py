@@ -1,4 +1,6 @@
-"""Sums over a piece's keys and values of 8 bits, without a decay:
+"""The sums over the keys of each piece, for keys and values in 8 bits, without a decay.
+
+`bidirectional.py` and `causal.py` launch it; `sums_walk.py` has its loops.
 
     S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
     k_j = k8_j k_scale,  v_j = v8_j v_scale
@@ -18,16 +20,16 @@
     ones       [C, 8]         shared memory: z is a product, too
     S, z       [64, V + 8]    registers of sums
 
-Instructions bound this kernel: at 4.2 TB/s, 64 rows of 64 columns of k8 and v8 arrive in 460 cycles
-of an SM, and a warp scheduler issues one instruction a cycle. So an instruction handles two numbers
-or more where it can. k^T is loaded by instructions that transpose 16 bits, which here are two of 8
-bits. v is loaded and stored 16 bytes at a time.
+Issuing instructions limits this kernel: at 4.2 TB/s, 64 rows of 64 columns of k8 and v8 arrive in
+460 cycles of an SM, and a warp scheduler issues one instruction a cycle. So an instruction handles
+two numbers or more where it can. k^T is loaded by instructions that transpose 16 bits, here two
+numbers of 8 bits. v is loaded and stored 16 bytes at a time.
 
-Two warpgroups sum. Heads of 128 columns give each of them half of S. Heads of 64 columns have one
-such half, so a group is two chunks, each warpgroup has one of them, and each leaves sums of its
-own, which are added up like those of pieces. A chunk's features are begun while the products of
-the chunk before are in flight. Their last step is behind the wait for these, since ptxas serializes
-products whose factors are written meanwhile.
+Two warpgroups accumulate. With heads of 128 columns each has half of S. With heads of 64 columns a
+group is two chunks, one for each warpgroup, and each writes sums of its own, which are added up
+like those of pieces. The features of a chunk are computed while the products of the chunk before
+run. Their last step follows the wait for these, since ptxas serializes products while registers of
+an operand are written.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""Heads of fewer columns than a tile has, in steps of 8: 80 to 120 by the kernels of 128, 136 to
-184 by those of 192, 200 to 248 by those of 256; causal also 16 to 56 by those of 64, and heads that
-are walked in runs 16 to 120 by those of 128 (`scans.chunks.in_runs`). With gates of channels, and
-in float32, steps are of 16.
+"""Heads with fewer columns than the tile of their kernel, filled up with zeros without a copy.
 
-Where D and V differ, the larger one chooses the tile.
+The backend (`__init__.py`) and the block files call `in_tiles`, `widened` and `narrowed`. D and V
+are multiples of 8, or of 16 with a decay per channel and in float32, and the larger one selects the
+tile:
 
-The copy engine (TMA) fills a tile's columns beyond those of a head with zeros, and leaves them out
-of stores. For that the swizzled rows of a tile have to divide a head's rows, which a product takes
-from 16 columns on, or tiles are copied as they are in blocks of 64 columns (`mosaic.Views`), as
-those of 64 are. phi(0) need not be 0, though. So the features of keys are put to 0 in those columns
-(`phi.keys` in `feature_maps.py`). States then are 0 there, and whatever is multiplied with them
-adds nothing.
+    tile of 64     16 to 56, causal or with segments
+    tile of 128    80 to 120; 16 to 120 for calls of `scans.chunks.in_runs`
+    tile of 192    136 to 184
+    tile of 256    200 to 248
+
+The copy engine (TMA) fills the columns of a tile behind those of a head with zeros, and leaves them
+out of stores. This needs columns that are a multiple of 16, or tiles that are copied in blocks of
+64 columns (`mosaic.Views`). phi(0) need not be 0, so the features of keys are set to 0 in these
+columns (`phi.keys` in `feature_maps.py`). States are then 0 there, and products with them add
+nothing.
 """
 
 from __future__ import annotations

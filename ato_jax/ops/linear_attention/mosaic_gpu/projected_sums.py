@@ -1,9 +1,11 @@
-"""FAVOR+: sums over a piece's rows, whose features are made of them in the kernel; of keys,
+"""FAVOR+: the sums over the rows of each piece; the kernel computes the features from the rows.
+
+`projected_whole.py` launches it; `sums_walk.py` has its loops. Over keys,
 
     S = sum_j phi(k_j) v_j^T [F, V],  z = sum_j phi(k_j) [F]
     phi(x) = exp2(w x - offset(x))
 
-or of queries, with what `projected_whole.py` leaves of each row,
+or over queries, with inverse and e of each row,
 
     R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F]
     phi'_i = phi(q_i) inverse_i = exp2(w q_i + shift_i)
@@ -13,8 +15,8 @@ or of queries, with what `projected_whole.py` leaves of each row,
 
                 memory --weights, chunks--> sums
 
-WGMMA truncates what it adds up. So it adds up one chunk, small products first, and the sum over the
-chunks is one of float32 numbers in registers, which are rounded.
+WGMMA truncates when it accumulates. So it accumulates one chunk alone, small products first, and
+the chunks are added up in registers, in float32 with rounding.
 """
 
 from __future__ import annotations

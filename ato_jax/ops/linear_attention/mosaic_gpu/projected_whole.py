@@ -1,11 +1,13 @@
-"""FAVOR+ where every query sees every key, on Hopper. No array has a row of features for each of q
-and k: each kernel makes them of rows of x, in bfloat16, and pulls their gradients back
-(`random_features.py` has the mathematics of both).
+"""FAVOR+ where every query sees every key: both passes without arrays of features.
+
+`projected.py` and the backend (`__init__.py`) call it. Each kernel computes the features from rows
+x of q or k in bfloat16, and pulls the gradients of features back to gradients of x; the mathematics
+of both is in `random_features.py`.
 
     phi(x) = exp2(w x - offset(x)),   d_x = w^T d_a / log2(e) - x sum_m d_a_m / sqrt(D)
 
-Forward, `projected_sums.py` leaves S and z of a few pieces, XLA adds them up, and queries stream
-past S (`float32_walk.py`). Backward, with g the cotangent of out,
+Forward, `projected_sums.py` computes S and z of a few pieces, XLA adds them up, and
+`float32_walk.py` multiplies the queries by S. Backward, with g the cotangent of out,
 
     G_i   = S g_i,  den_i = phi(q_i) . z,  inverse_i = 1 / max(den_i, eps)
     e_i   = phi(q_i) . G_i / den_i,  0 where den_i <= eps
@@ -14,8 +16,9 @@ past S (`float32_walk.py`). Backward, with g the cotangent of out,
     dv_j  = R^T phi(k_j)
     d_a_j = phi(k_j) (R v_j + u)                                of dk_j
 
-queries stream past S, R and u are the sums of a second pass over the queries, and keys and values
-stream past R. Unnormalised, inverse is 1 and e is 0: S and R come scaled.
+dq is a walk of queries over S, R and u are sums of a second pass over the queries, and dk and dv
+are a walk of keys and values over R. Without a normaliser inverse is 1 and e is 0, and S and R
+contain the scale.
 
 WGMMA multiplies x, g and v as they are; w, S and R, and the features that these are sums of, in two
 bfloat16 parts, 16 bits of each number. The pull-back is a difference, in which their rounding to

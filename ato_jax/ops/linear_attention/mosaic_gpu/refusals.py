@@ -1,5 +1,8 @@
-"""What a call is to be for the kernels of this folder to take it: sizes, float16, pairs of heads,
-rows. Each function says what is lacking, or None."""
+"""The refusals of the backend by sizes, float16, pairs of heads, and rows.
+
+`__init__.py` and `fitted.py` call these functions. A function that returns text says what a call
+would need, and None if it has it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths and segments as the kernels take them.
+"""Lengths and segments: which the kernels take, and how the backend passes them on.
 
     lengths     [B]: rows behind them have features of 0 (`mosaic.kept`), and a decay of 0
     segments    masks (`chunk_borders.py`). A decay counts as 0 at the first step of a segment, as

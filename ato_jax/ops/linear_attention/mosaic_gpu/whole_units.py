@@ -1,7 +1,8 @@
-"""Float16 where every query sees every key: what is multiplied is bounded, or has a unit.
+"""Float16 in `whole_*.py` and `wide_*_gradient.py`: operands are bounded, or divided by a unit.
 
-Features may be far below float16's smallest normal number, 2^-14: elu(x) + 1 of -14 is 8e-7. With
-a normaliser z [F] of all keys makes shares of them, and means of the values:
+Features may be far below float16's smallest normal number, 2^-14: elu(-14) + 1 is 8e-7. With a
+normaliser, dividing by z [F], the sum over all keys, turns features into shares and S into means of
+the values, which are bounded:
 
     b_f  = S_f / z_f [V]                   mean of v in the weights of feature f: within v's range
     w_if = phi(q_i)_f z_f / den_i          shares of a query: in [0, 1], and their sum over f is 1
