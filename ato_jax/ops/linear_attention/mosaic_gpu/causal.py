@@ -200,8 +200,8 @@ def states_of(
     borders: OfSequence = NO_BORDERS,
     k_powers: jax.Array | None = None,
 ) -> Edges:
-    """Those ahead of each piece; behind the last, too, if returned. In float16 times the powers of
-    keys."""
+    """The states ahead of each piece; if the call returns its state, also the one behind the last
+    piece. In float16 they are multiplied by the powers of keys."""
     pieces = of_queries.pieces - (not spec.return_state)
     found = None
     if pieces:
@@ -279,16 +279,17 @@ def gradients(
     k_powers: jax.Array | None = None,
     borders: OfSequence = NO_BORDERS,
 ) -> Inputs:
-    """As `backward`. Of a deal from the end, the shares of the pairs whose key is behind the query:
-    `inputs.decay`, the rows of `pieces` and `decay` are then of the sequence turned round, the
-    former two with each row at its place in memory.
+    """The backward pass of one walk. If `deal` counts from the end (`both_ways.py`), the result is
+    the part of the pairs whose key is behind the query. `inputs.decay`, the rows of `pieces` and
+    `decay` are then those of the reversed sequence; in the former two each row is at its place in
+    memory.
 
     Args:
       ahead: the sums ahead of each piece, as kernels read them, and their units; None if they are
         to be computed.
-      weights: inverse and e, as `query_gradient` takes them.
-      shares: of dq, dk and dv, which are added to them.
-      k_powers: in float16 those of the keys that `ahead` is of.
+      weights: inverse and e, if they are known.
+      shares: dq, dk and dv of the other walk, to which the results are added.
+      k_powers: in float16 the powers of two of the keys in `ahead`.
     """
     g = cotangents.out
     q, k, v, gates, lengths = inputs.q, inputs.k, inputs.v, inputs.decay, inputs.kv_lengths

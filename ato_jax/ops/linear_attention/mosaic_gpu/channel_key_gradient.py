@@ -182,14 +182,14 @@ def channel_key_gradient(
     ) -> None:
         ends_ref, chunks_ref = refs[:2] if has_borders else (None, None)
         *k_sum_refs, flow_ref, dv_ref, crossing_ref = refs[2 * has_borders :]
-        # Of S, [64, 64] each: which half of the features, and of V, where heads of 64 have one.
+        # The blocks [64, 64] of S: a half of the features, and a half of V, or all 64 columns of V.
         quarters = list(itertools.product(range(2), range(spec.V // HALF)))
 
         def heads_of(item: Item) -> list[Any]:
             return [tiling.head_of(item.head, head) for head in range(heads)]
 
         def in_heads(tiles: Any, slot: Any) -> list[Any]:
-            """What is of each head in a slot."""
+            """The columns of each head of a slot's tile."""
             return [tiling.head_in(tiles, slot, head) for head in range(heads)]
 
         def number_of(item: Item, chunk: Any) -> Any:
@@ -267,7 +267,7 @@ def channel_key_gradient(
                 *(load(r_s.at[rows]).astype(F32) for rows in halves),
                 *(mosaic.in_parts(load(u_start_s.at[rows], OF_ROWS)) for rows in halves),
             )
-            plgpu.commit_smem()  # what was read, ahead of the first chunk's
+            plgpu.commit_smem()  # reads finish before the first chunk's stores
 
             def sum_chunk(chunk: Any, sums: Any) -> Any:
                 slot = slot_of(chunk, STAGES)
@@ -337,7 +337,7 @@ def channel_key_gradient(
                 columns = slice(number * HALF, (number + 1) * HALF)
                 plgpu.barrier_wait(kv_loaded)
                 found[half] += jnp.sum(sums[half][:, columns] * load(kv_s).astype(F32), axis=1)
-                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                plgpu.commit_smem()  # reads finish before the next load overwrites them
                 plgpu.barrier_arrive(kv_free)
             for half in range(2):
                 crossing_s.at[pl.ds(half * HALF, HALF)][...] = found[half]
@@ -356,7 +356,7 @@ def channel_key_gradient(
             slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
             plgpu.barrier_wait(k_loaded.at[k_slot])
             features = [load(own) for own in in_heads(k_s, k_slot)]
-            plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+            plgpu.commit_smem()  # reads finish before the next load overwrites them
             plgpu.barrier_arrive(k_free.at[k_slot])
             plgpu.barrier_wait(mapped.at[slot])
             pairs = zip(features, in_heads(q_s, slot), strict=True)

@@ -335,7 +335,7 @@ def channel_query_gradient(
                 )
                 given = [load(weights_s.at[n, slot], OF_ROWS) for n in range(len(weight_refs))]
                 if is_given:
-                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                    plgpu.commit_smem()  # reads finish before the next load overwrites them
                 plgpu.barrier_arrive(free.at[slot])
                 plgpu.barrier_arrive(k_free.at[k_slot])
                 plgpu.barrier_wait(q_loaded.at[q_slot])
@@ -401,7 +401,7 @@ def channel_query_gradient(
             plgpu.barrier_wait(start_loaded)
             S = load(s_s.at[half]).astype(F32)
             totals = mosaic.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)
-            plgpu.commit_smem()  # what was read, ahead of the first chunk's
+            plgpu.commit_smem()  # reads finish before the first chunk's stores
             lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             give_back(item.chunks - 1)

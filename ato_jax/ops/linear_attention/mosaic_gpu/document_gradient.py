@@ -234,7 +234,7 @@ def write_dq(
 
 
 def sum_rows(walk: Walk, of_keys: Sums, total: jax.Array) -> None:
-    """u, the sum over the rows, as a product: of what is rounded, and what that leaves off."""
+    """u, the sum over rows, by a product of the rows in two parts with ones."""
     own, half = walk.own, mosaic.group()
     rounded = mosaic.rounded(total)
     found = mosaic.zeros(HALF, ALIKE)
@@ -280,7 +280,7 @@ def write_dk_dv(walk: Walk, item: Item, chunk: Any) -> None:
             [(phi, own.s.at[f, walk.part_of(half)]) for f, phi in of_features],
         ),
     )
-    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    plgpu.commit_smem()  # reads finish before the next load overwrites them
     own.rows.consumed.arrive(k_slot)
     own.rows.consumed.arrive(v_slot)
     dk = mosaic.kept(dk * maps.slope_of(x, phi_k).astype(F32), count)

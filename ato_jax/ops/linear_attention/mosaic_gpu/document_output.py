@@ -114,7 +114,7 @@ def write_chunk(walk: Walk, item: Item, sums: Sums, turn: Any) -> None:
             load(own.parts.at[parity, other, 0], OF_ROWS) for other in walk.halves_of_head(half)
         )
         out = out * mosaic.in_columns(1.0 / jnp.maximum(den, sums.least), HALF)
-    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    plgpu.commit_smem()  # reads finish before the next load overwrites them
     own.rows.consumed.arrive(slot)
     out = mosaic.kept(out, queries.valid - chunk * C)
     target = walk.out, item, queries.of(chunk), queries.size - chunk * C

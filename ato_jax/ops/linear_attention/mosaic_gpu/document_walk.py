@@ -56,22 +56,22 @@ SLOTS = 6
 @dataclasses.dataclass(frozen=True)
 class Storage(mosaic.Storage):
     tiles: Array  # [SLOTS, 2, 64, 64] rows of any of the sequences
-    s: Array  # [2, 2 or 1, 64, 64] S, of half of F each and half of V, and later R; of pairs c
-    rest: Array  # as s: what rounding S or R left off, for gradients; of pairs w
-    out: Array  # [2, 2, 64, 64] what is stored: two of each half; of pairs also c's second part
-    cut: Array  # [2, 64, 64] the same of a cut chunk, rows one behind the other
-    low: Array  # [2, 2, 64, 64], by turns: what rounding phi(q) left off
+    s: Array  # [2, 2 or 1, 64, 64] S by halves of F and of V, later R; of pairs the first part of c
+    rest: Array  # of the shape of s: in gradients the second part of S or R; of pairs w
+    out: Array  # [2, 2, 64, 64] results to be stored, two a half; of pairs also c's second part
+    cut: Array  # [2, 64, 64] the result of a cut chunk, with rows one behind the other
+    low: Array  # [2, 2, 64, 64] the second part of phi(q), in two places by turns
     ones: Array  # [8, 64]
     z: Array  # [2, 64] float32
     z_read: Array  # [2, 64] float32: z in its unit
-    unit: Array  # [2, 64] float32: that unit, 64 times
+    unit: Array  # [2, 64] float32: the unit of z, repeated
     u: Array  # [2, 64] float32
-    parts: Array  # [2, 2, 2, 64] float32: of chunks by turns, of each half, den and e
+    parts: Array  # [2, 2, 2, 64] float32: [even or odd chunk, half, terms of den or e]
     rows: Ring  # of tiles
-    met: Signal  # both halves are here
+    met: Signal  # both warpgroups of HALVES have arrived
     ids: Any = None  # [2, 64] int32: the segments of a chunk's rows, for each half
     mapped: Any = None  # a signal: phi' lies in the slot
-    s_known: Any = None  # likewise
+    s_known: Any = None  # a signal: the unit of S and z is stored
     r_known: Any = None
     ones_known: Any = None
 
@@ -182,13 +182,14 @@ class Walk:
 
     @property
     def arrays_of_pairs(self) -> list[Any]:
-        """Those of which an item made of pairs takes a tile for each query head. Forward they are
-        an odd number, so that consecutive stores take turns with the two of `out`."""
+        """The arrays of which an item that is computed from pairs takes a tile for each query head.
+        In the forward pass their number is odd, so that stores alternate between the two places of
+        `out`."""
         return [ref for ref in (self.k, self.v, self.q, self.g) if ref is not None]
 
     def is_of_pairs(self, item: Item) -> Any:
-        """Whether the item is made of the pairs of its rows: it has at most 64. An item without a
-        valid key has outputs of 0 and goes by sums, which load no keys for it."""
+        """Whether the item is computed from the pairs of its rows: if it has at most 64. For an
+        item without a valid key the results are 0, and the code with sums loads no keys."""
         return (item.queries.size <= C) & (item.keys.valid > 0)
 
     def either(self, item: Item, by_pairs: Any, by_sums: Any) -> None:
@@ -224,8 +225,8 @@ def load_tile(walk: Walk, item: Item, step: Any, ref: Any, row: Any, head: Any) 
 
 
 def load_pairs(walk: Walk, item: Item) -> None:
-    """For each query head a tile of k, v and q, and of g in gradients. A ring lets go of its slots
-    in order, so k and v cannot stay for a whole group and are loaded for each head."""
+    """Loads a tile of k, v and q, and of g in gradients, for each query head. A ring releases its
+    slots in order, so k and v cannot stay for all heads of a group, and are loaded for each."""
 
     def of_head(member: Any, _: None) -> None:
         for number, ref in enumerate(walk.arrays_of_pairs):
@@ -301,7 +302,7 @@ def sum_chunk(walk: Walk, item: Item, half: Any, chunk: Any, sums: Any) -> Any:
             for of_half, other in zip(total, halves, strict=True)
         )
     )
-    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+    plgpu.commit_smem()  # reads finish before the next load overwrites them
     own.rows.consumed.arrive(k_slot)
     own.rows.consumed.arrive(v_slot)
     return list(found), vector + jnp.sum(phi.astype(F32), axis=1)
@@ -343,7 +344,7 @@ def publish(walk: Walk, half: Any, total: Sequence[jax.Array], vector: jax.Array
 
 
 def parts_of_features(walk: Walk, x: jax.Array, half: Any) -> list[jax.Array]:
-    """phi(q) rounded, and where features may be negative what that left off."""
+    """phi(q) rounded, and where features may be negative what rounding left off."""
     first = walk.first_column(half)
     if walk.spec.feature_map.nonnegative:
         return [walk.phi.queries(x, first)]

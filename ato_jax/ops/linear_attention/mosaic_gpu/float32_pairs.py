@@ -331,7 +331,7 @@ def work(walk: Walk) -> None:
         return slot, [own.parts.at[slot, number] for number in range(walk.parts(name))]
 
     def give_back(slot: Any) -> None:
-        plgpu.commit_smem()  # what was read, ahead of what is stored there
+        plgpu.commit_smem()  # reads finish before the next store there
         own.parts_ring.consumed.arrive(slot)
 
     def times(start: jax.Array, xs: Sequence[jax.Array], ys: Sequence[Any]) -> jax.Array:
@@ -407,7 +407,7 @@ def work(walk: Walk) -> None:
         nothing = plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS) if of.sums_weights else None
         total, den = lax.fori_loop(0, count, add_pair, (total, nothing))
         if of.last:
-            plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+            plgpu.commit_smem()  # reads finish before the next load overwrites them
             own.x_ring.consumed.arrive(0)
             own.x_ring.produced.wait(0)
 

@@ -43,7 +43,7 @@ class Unit(NamedTuple):
         return load(self.tile.at[:, pl.ds(first, HALF)])
 
     def vector_from(self, first: int) -> jax.Array:
-        """[C, 64], alike in all rows."""
+        """[C, 64], with all rows equal."""
         return mosaic.in_rows(load(self.vector.at[pl.ds(first, HALF)], OF_COLUMNS), C)
 
     def number(self, which: int) -> jax.Array:

@@ -172,7 +172,7 @@ def add_up(walk: Walk) -> None:
         if walk.of_rows:
             inverse, e = (load(own.rows.at[slot, number], OF_COLUMNS) for number in range(2))
             phi, weights = phi * mosaic.in_rows(inverse, HALF), mosaic.in_rows(-e, HALF)
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        plgpu.commit_smem()  # reads finish before the next load overwrites them
         own.features.consumed.arrive(slot)
         count = walk.count(item, chunk)
         if count is not None:
@@ -189,7 +189,7 @@ def add_up(walk: Walk) -> None:
         ys = [own.y_parts.at[slot, number] for number in range(parts_of_values(spec))]
         products = sums_walk.pairs_of(phis, ys)
         (found,) = mosaic.multiply((mosaic.zeros(HALF, spec.V), products))
-        plgpu.commit_smem()  # what was read, ahead of what is stored there
+        plgpu.commit_smem()  # reads finish before the next store there
         own.parts.consumed.arrive(slot)
         return total + found, vector + added
 

@@ -77,11 +77,11 @@ class Chunk:
 
     def let_go(self, number: int) -> None:
         """Nothing will be stored in this tile."""
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        plgpu.commit_smem()  # reads finish before the next load overwrites them
         plgpu.barrier_arrive(self.free[number])
 
     def vector(self, number: int, first: int) -> jax.Array:
-        """[C, 64], alike in all rows: read where it is needed."""
+        """[C, 64], with all rows equal; loaded at each use."""
         own = self.vectors[number].at[pl.ds(first, HALF)]
         return mosaic.in_rows(load(own, OF_COLUMNS), C)
 

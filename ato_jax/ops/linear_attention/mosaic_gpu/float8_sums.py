@@ -247,7 +247,7 @@ def sum_piece(walk: Walk, item: Item) -> None:
         slot = own.keys.slot(item.before + chunk)
         own.keys.produced.wait(slot)
         x = mosaic.load_turned(own.k.at[slot, half, rows])  # [64, C]
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        plgpu.commit_smem()  # reads finish before the next load overwrites them
         own.keys.consumed.arrive(slot)
         return float8_features.begin(spec, x, scale, power, half * HALF)
 
@@ -257,7 +257,7 @@ def sum_piece(walk: Walk, item: Item) -> None:
         totals, begun = mosaic.accumulate_all_while(
             with_factors(totals, factors), functools.partial(begin_chunk, chunk)
         )
-        plgpu.commit_smem()  # what was read, ahead of what is stored there
+        plgpu.commit_smem()  # reads finish before the next store there
         own.wide_values.consumed.arrive(slot)
         return totals, begun
 

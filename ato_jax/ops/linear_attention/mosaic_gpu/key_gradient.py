@@ -255,7 +255,7 @@ def sum_piece(walk: Walk, item: Item) -> None:
     before = [Before(one, (one, one) if walk.has_units else None)] * walk.heads
     if walk.has_units:
         sums = out_of_rows_units(walk, sums)
-    plgpu.commit_smem()  # what was read, ahead of the next piece's
+    plgpu.commit_smem()  # reads finish before the next piece is loaded
     sum_one = functools.partial(sum_chunk, walk, item)
     sums, before = lax.fori_loop(0, item.chunks, sum_one, (sums, before))
     if not walk.has_e:
@@ -313,7 +313,7 @@ def sum_queries(
             functools.partial(sum_at_once, walk, queries, added, sums),
         )
     if walk.gated or walk.arrays.borders is not None:
-        plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
+        plgpu.commit_smem()  # reads finish before the next loads overwrite them
     own.rows.consumed.arrive(slot)
     return sums, before
 
@@ -445,7 +445,7 @@ def sum_one_by_one(
 
 
 def rest_of(x: jax.Array) -> jax.Array:
-    """What rounding x leaves off, rounded."""
+    """The second part of x: the rest that rounding x left off, rounded."""
     return mosaic.rounded(x - mosaic.rounded(x).astype(F32))
 
 

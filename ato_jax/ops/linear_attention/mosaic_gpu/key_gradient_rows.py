@@ -127,7 +127,7 @@ def values_chunk(walk: Walk, chunk: Chunk) -> Any:
             own.keys_mapped.arrive(k_slot)
         own.keys.consumed.arrive(k_slot)
     else:
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        plgpu.commit_smem()  # reads finish before the next load overwrites them
         own.keys.consumed.arrive(k_slot)
         phi_k = features_of_keys(walk, xs, [None] * walk.heads, count, powers)
         own.mapped.wait(slot)
@@ -232,7 +232,7 @@ def weights_of(
         a[n] *= of_head.of_pairs(queries=1)
         reads[n] = mosaic.rounded(phi_k[n].astype(F32) * left, walk.dtype)
     if walk.gated:
-        plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+        plgpu.commit_smem()  # reads finish before the next load overwrites them
     a = seen_pairs(borders, a)
     if walk.has_units:
         return reads, [walk.seen(of_head) for of_head in a], own_flows

@@ -198,7 +198,7 @@ class Arrays(NamedTuple):
     q_units: Any = None
     e_units: Any = None
     k_powers: Any = None  # in float16, [B, G], as `powers.py` has them
-    # What other walks found of dk and dv, to be added.
+    # dk and dv of the other walk, to which the results are added.
     dk: Any = None
     dv: Any = None
     # With segments, as `borders.OfSequence` has them, `borders` being its `chunks`.
@@ -217,8 +217,8 @@ class Walk:
     arrays: Arrays
     dk: Any
     dv: Any
-    # With a decay I(t), A_j, R and u; where states are split, in place of R and u at some chunks,
-    # R at each piece's start: rounded, and what that leaves off.
+    # With a decay I(t), A_j, and R and u at some chunks; if states are multiplied in two parts,
+    # both parts of R at each piece's start in place of the latter.
     flows: Sequence[Any]
     own: Storage
 

@@ -88,8 +88,8 @@ def add_in_units(
     others: list[Any],
     parts: int = 1,
 ) -> list[jax.Array]:
-    """sums + unit * pairs @ others for each head, in float16: with pairs in units of their rows,
-    rounded, and as a second of `parts` what that leaves off."""
+    """sums + unit * pairs @ others for each head, in float16, with pairs rounded in units of their
+    rows, in one or two `parts`."""
     starts, factors, products = [], [], []
     for (unit, _), x, own, other in zip(units, sums, pairs, others, strict=True):
         rows = mosaic.units_of_rows([own])

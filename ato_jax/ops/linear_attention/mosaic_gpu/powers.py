@@ -78,7 +78,7 @@ def largest_of_rows(spec: LinearAttentionSpec, x: jax.Array) -> jax.Array:
     """The largest number of each row of x [B, S, G, columns], or as the layout has it: [B, G, S]
     float32."""
     rows = jnp.max(x, axis=3).astype(F32)
-    # What follows is of few numbers, and would else be part of the pass over x.
+    # Without the barrier XLA would fuse the following steps, on few numbers, into the pass over x.
     rows = lax.optimization_barrier(rows)
     return jnp.swapaxes(rows, 1, 2) if spec.layout == "bthd" else rows
 

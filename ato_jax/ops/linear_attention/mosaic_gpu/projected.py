@@ -136,7 +136,7 @@ def gradients_in_parts(
 
 
 def whole_inputs(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[Inputs, jax.Array]:
-    """What `projected_whole.py` takes."""
+    """The inputs of `projected_whole.py`, and the parts of the projection."""
     (projection,) = inputs.feature_parameters
     q, k = random_features.counted(spec, inputs)
     v = random_features.without_padding(spec, inputs.v, inputs.kv_lengths)
@@ -152,7 +152,8 @@ def gradient_of_projection(
     state: LinearState,
     sums: LinearState,
 ) -> jax.Array:
-    """What few calls ask for: by XLA, in float32, by arrays of features and of their gradients.
+    """The gradient of the projection, which few calls ask for: by XLA, in float32, from arrays of
+    features and of their gradients.
 
     Args:
       inputs: padding is 0 in them.

@@ -169,7 +169,7 @@ def add_up(walk: Walk) -> None:
         y = own.y.at[slot]  # [C, V]
         products = [(part, y) for part in reversed(mosaic.in_two_parts(phi))]
         (found,) = mosaic.multiply((mosaic.zeros(HALF, spec.V), products))
-        plgpu.commit_smem()  # what was read, ahead of what is stored there
+        plgpu.commit_smem()  # reads finish before the next store there
         own.chunks.consumed.arrive(slot)
         return total + found, vector
 

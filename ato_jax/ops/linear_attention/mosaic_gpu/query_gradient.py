@@ -117,9 +117,9 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 def query_gradient(
     spec: LinearAttentionSpec, deal: mosaic.Deal, arrays: Arrays
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, flow_places.OfQueries | None]:
-    """dq; inverse and e [B, H, T up to a whole chunk], float32, those of `arrays` where they are
-    given; in float16 the largest features, as `Left` has them; with a decay, what its gradient
-    needs."""
+    """Launches the kernel. It returns dq; inverse and e, [B, H, T up to a whole chunk] float32,
+    which are those of `arrays` if given; in float16 `Left.largest`; and with a decay the sums for
+    its gradient."""
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     arrays = arrays._replace(ones=np.ones((ALIKE, C), arrays.q.dtype))
     if arrays.k_powers is not None and spec.normalize:
@@ -298,11 +298,11 @@ def keep_rows(walk: Walk, item: Item, chunk: Any, k_slot: Any) -> None:
 
 
 def multiply_piece(walk: Walk, item: Item) -> None:
-    """Half of F: carries S [64, V] and z's half, in 8 columns that are alike."""
+    """Computes half of F, and carries S [64, V] and the same half of z, in 8 equal columns."""
     own, half = walk.own, mosaic.group()
     head = walk.tiling.head_of(item.head, half)
     plgpu.barrier_wait(own.start_loaded)
-    # The start's transpose, which is what a product with the identity reads.
+    # A product with the identity loads the transpose of the start.
     same = ones_where(walk, mosaic.hidden_position(0) == mosaic.hidden_position(1))
     (S,) = multiply((mosaic.zeros(HALF, walk.spec.V), [(same, walk.start_in(half).T)]))
     if walk.has_units:
@@ -349,7 +349,7 @@ def multiply_chunk(walk: Walk, item: Item, half: Any, head: Any, number: Any, ca
             functools.partial(read_at_once, walk, chunk, w, initial, S, totals),
         )
     if walk.gated or walk.arrays.borders is not None:
-        plgpu.commit_smem()  # what was read, ahead of the loads that overwrite it
+        plgpu.commit_smem()  # reads finish before the next loads overwrite them
 
     def let_values_go() -> None:
         plgpu.barrier_arrive(own.free.at[chunk.slot])
@@ -403,7 +403,7 @@ def publish(walk: Walk, half: Any, S: jax.Array, totals: jax.Array) -> None:
     else:
         own.s.at[half][...] = S.astype(dtype)
     if walk.sums_keys:
-        own.z.at[half][...] = jnp.max(totals, axis=1)  # of columns that are alike
+        own.z.at[half][...] = jnp.max(totals, axis=1)  # all columns are equal
     plgpu.commit_smem()
 
 

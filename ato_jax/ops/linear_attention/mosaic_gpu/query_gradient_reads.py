@@ -177,8 +177,8 @@ def read_at_border(walk: Walk, chunk: Chunk, w: jax.Array, totals: jax.Array) ->
 def read_one_by_one(
     walk: Walk, chunk: Chunk, w: jax.Array, S: jax.Array, totals: jax.Array
 ) -> tuple[Any, ...]:
-    """As `read_at_once` where the chunk may be steep, and what is read of the state: one product
-    after the other, as there are no registers for all factors."""
+    """The results of `read_at_once` where the chunk may be steep, and what D and z_i have of the
+    state alone. Products follow one another, since registers have no room for all operands."""
     gates, features = chunk.gates, chunk.features
     left = mosaic.in_columns(gates.if_steep(gates.of(OF_ROWS)), HALF)
     pairs = gates.of_pairs(queries=0)

@@ -92,9 +92,9 @@ class Storage:
     g: Any  # [STAGES, 64, V], or two heads of [64, 64]
     k: Any  # [K_STAGES, 2, 64, 64]; features once they are mapped
     ones: Any  # [8, 64]
-    parts: Any  # [2, 2, 2, 64] float32: of chunks by turns, of each half, both row sums
+    parts: Any  # [2, 2, 2, 64] float32: [even or odd chunk, half, terms of a row sum]
     q: Any  # [Q_STAGES, 2, 64, 64]
-    rows: Any  # [2 * heads, 2, 64] float32: inverse and e that are stored, of chunks by turns
+    rows: Any  # [2 * heads, 2, 64] float32: inverse and e to be stored, by even and odd chunks
     s: Any  # [2, 64, V], with a decay [2, V, 64]: S of half of F each, as products read it
     v: Any  # as g
     z: Any  # [2, 64] float32
@@ -108,7 +108,7 @@ class Storage:
     start_loaded: Any  # S and z of a piece, and `ones`
     exchanged: Any  # both halves have left their row sums
     e: Any = None  # [Q_STAGES, heads * 64] float32, where it is given
-    flows: Any = None  # [2, 2, 64] float32: of each half, of chunks by turns
+    flows: Any = None  # [2, 2, 64] float32: of each half, by even and odd chunks
     gates: Any = None  # [K_STAGES, heads * 64] float32
     inverse: Any = None  # as e
     largest: Any = None  # as flows, in float16
@@ -141,7 +141,7 @@ class Walk:
 
     @property
     def heads(self) -> int:
-        """Of a tile."""
+        """The number of heads in a tile."""
         return frame.heads_of_tile(self.spec)
 
     @property
@@ -188,7 +188,7 @@ class Walk:
 
     @property
     def w_parts(self) -> int:
-        """In which w is multiplied: rounded, and what that leaves off."""
+        """The number of parts in which w is multiplied: rounded, and what rounding left off."""
         if rounds_pairs(self.spec, self.some_steep):
             return 1
         return 2 if self.gated or adds_up_e(self.spec) else 1
@@ -205,15 +205,15 @@ class Walk:
         return item._replace(head=frame.head_of_keys(self.spec, item.head))
 
     def power(self, item: Item, half: Any) -> Any:
-        """Of keys, in float16; else None."""
+        """The power of two of keys, in float16; else None."""
         if self.arrays.k_powers is None:
             return None
         head = self.tiling.head_of(self.of_keys(item).head, half)
         return self.arrays.k_powers[item.batch, head]
 
     def start_in(self, half: Any) -> Any:
-        """S of a piece's start [V, 64], before its first chunk. Where states are split, before a
-        chunk's dq, what rounding S leaves off, alike."""
+        """dq's place, which holds S [V, 64] ahead of the piece until the first chunk; and, if S is
+        multiplied in two parts, its second part until a chunk's dq is stored."""
         dq = self.own.dq
         return dq.at[half] if self.heads == 1 else dq.at[half, pl.ds(0, self.spec.V)]
 
@@ -230,7 +230,7 @@ class Walk:
 
 
 def scratch_of(walk: Walk) -> dict[str, Any]:
-    """What `Storage` is allocated as."""
+    """The scratch memory of a launch, by the names of `Storage`."""
     spec, tiling, heads = walk.spec, walk.tiling, walk.heads
     gated, given, has_units = walk.gated, walk.given, walk.has_units
     has_least = walk.arrays.least is not None

@@ -4,6 +4,8 @@
     segments    masks (`chunk_borders.py`). A decay counts as 0 at the first step of a segment, as
                 nothing of earlier steps is left there; decays per channel are set to 0 by the
                 kernels (`channel.round_gates`)
+
+The backend (`__init__.py`, `float8.py`) calls `in_place`, which leaves lengths to the kernels.
 """
 
 from __future__ import annotations

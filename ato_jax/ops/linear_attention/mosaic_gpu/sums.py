@@ -86,16 +86,17 @@ def piece_sums(
     within: jax.Array | None = None,
     powers: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """sum y_j phi_j^T [B, heads, P, V, D], and sum_j a_jc phi_j over all 8 columns c, float32.
+    """Launches the kernel. It returns sum_j y_j phi_j^T [B, heads, P, V, D], and the sum over 8
+    columns c of sum_j a_jc phi_j, divided by `of_columns`; both in float32.
 
     Args:
-      vectors: [B, heads, N for each chunk] in float32, of which `map_rows` is given a chunk's N of
-        the head that its half is of; or [B, G, ..] where the heads are groups of queries' heads.
-      map_rows: (0 or 1, that half of x's columns, a^T, *vectors), in shared memory: makes phi of x
-        in its place, and a.
-      of_columns: how many make a sum; the second is divided by it.
-      weigh: (0 or 1, a^T, *vectors), makes a before: what is added up is then a_jc x_j, as it was
-        loaded, times the numbers that it gives for the half's columns.
+      vectors: [B, heads, N for each chunk] in float32. `map_rows` gets the N numbers of a chunk for
+        the head of its half; [B, G, ..] where the heads are groups of query heads.
+      map_rows: a function of (0 or 1, that half of x's columns, a^T, *vectors), all in shared
+        memory, which replaces x by phi and stores a.
+      of_columns: the divisor of the second sum.
+      weigh: a function of (0 or 1, a^T, *vectors) that stores a before; the second sum is then over
+        a_jc x_j, for x as loaded, times the numbers that it returns for the half's columns.
       lengths: [B] int32; rows of x and y behind them count as 0.
       units: in float16, of phi and of a, [B, heads, chunks] each, which `map_rows` is given, too:
         it divides by them. Sums are kept in the units of the last chunk.
@@ -152,7 +153,7 @@ def piece_sums(
             return deal.each(do, cut=lambda item: chunk_borders.cut_to(within_ref, item))
 
         def units_of(item: Item, half: Any, chunk: Any) -> tuple[Any, ...]:
-            """Of phi and of a in this chunk."""
+            """The units of phi and of a in this chunk."""
             number, head = lax.div(item.first_row, C) + chunk, tiling.head_of(item.head, half)
             return tuple(ref[item.batch, head, number] for ref in unit_refs)
 

@@ -142,7 +142,7 @@ def whole_key_gradient(
                 count = item.rows_within(chunk, lengths_ref)
 
                 def let_go_of_k() -> None:
-                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                    plgpu.commit_smem()  # reads finish before the next load overwrites them
                     plgpu.barrier_arrive(free.at[slot])
 
                 def write(number: int, found: Any, ref: Any) -> None:

@@ -74,7 +74,7 @@ def whole_output(
     maps = feature_maps.features(spec)
     group_size, parts = spec.H // spec.G, blocks_of_state(spec)
     width = spec.V // parts
-    # Of q, a multiple of the workers; and of S and z: what there is room for.
+    # As many slots of q, a multiple of the workers, and of S and z as fit.
     slots, states = (WORKERS, 1) if frame.is_wide(spec) else (2 * WORKERS, 2)
     blocks = spec.D // HALF
     of_eight_bits = q_scale is not None
@@ -184,7 +184,8 @@ def whole_output(
             return [([phi], pl.ds(block * HALF, HALF)) for block, phi in enumerate(phis)]
 
         def features_of_blocks(slot: Any, count: Any) -> tuple[list[Any], jax.Array | None]:
-            """As `shares_of_blocks`, of phi(q); without units there is no factor."""
+            """phi(q) of each 64 columns, with the rows of S to multiply them with, and the factor
+            of the products; None without units."""
             xs = [block_of_q(slot, block) for block in range(blocks)]
             if not whole_units.has_units_of_features(spec):
                 phis = (maps.queries(x, n * HALF) for n, x in enumerate(xs))
@@ -233,7 +234,7 @@ def whole_output(
                 plgpu.barrier_wait(loaded.at[slot])
 
                 def let_go() -> None:
-                    plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                    plgpu.commit_smem()  # reads finish before the next load overwrites them
                     plgpu.barrier_arrive(free.at[slot])
 
                 whole: Any = None

@@ -97,7 +97,7 @@ def whole_query_gradient(
         z_s=plgpu.SMEM((2, HALF), F32),
         least_s=plgpu.SMEM((C,), F32),
         ones_s=tiling.shared(ALIKE, C),
-        parts_s=plgpu.SMEM((2, 2, 2, C), F32),  # of chunks by turns, of each half, e and den
+        parts_s=plgpu.SMEM((2, 2, 2, C), F32),  # [even or odd chunk, half, terms of e or den]
         dq_s=tiling.of_rows(2, 2, C, HALF),
         r_s=tiling.shared(2, HALF, COLUMNS, dtype=F32),
         u_s=plgpu.SMEM((2, HALF), F32),
@@ -274,7 +274,7 @@ def whole_query_gradient(
                     phi_units_s.at[slot, half][...] = total
                     mapped_q = mosaic.in_units(mapped_q, total)
                 own_q[...] = mapped_q.astype(tiling.dtype)
-                # Of the store of two chunks ago.
+                # Behind this wait the store of two chunks ago has read the slot.
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 if maps.slope_is_known:
                     G = G * scaled(maps.slope_of_features(phi_q), inverse)
@@ -288,7 +288,7 @@ def whole_query_gradient(
             total = lax.fori_loop(0, item.chunks, write_chunk, first_carried())
             plgpu.barrier_arrive(s_free)
             total = mosaic.zeros(C, HALF) if in_units else total
-            # The sum over the rows, as a product: of what is rounded, and what that leaves off.
+            # The sum over rows, by a product of the rows in two parts with ones.
             u_unit: Any = None
             if of_shares:
                 u_unit = unit_of(total)
@@ -300,7 +300,7 @@ def whole_query_gradient(
                 dq_s.at[0, half][...] = one
                 plgpu.commit_smem()
                 (sums,) = multiply((sums, [(dq_s.at[0, half].T, ones_s.T)]))
-            u = jnp.max(sums, axis=1)  # of columns that are alike
+            u = jnp.max(sums, axis=1)  # all columns are equal
             u_s.at[half][...] = u if u_unit is None else u * u_unit
             plgpu.commit_smem()
             rows = pl.ds(half * HALF, HALF)

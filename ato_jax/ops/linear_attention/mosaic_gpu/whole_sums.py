@@ -215,7 +215,7 @@ def whole_sums(
                 totals = multiply(
                     *((total, [(phi, y)]) for total, y in zip(totals, blocks, strict=True))
                 )
-                plgpu.commit_smem()  # what was read, ahead of the load that overwrites it
+                plgpu.commit_smem()  # reads finish before the next load overwrites them
                 plgpu.barrier_arrive(free.at[slot])
                 return totals, vector + added, *largest
 

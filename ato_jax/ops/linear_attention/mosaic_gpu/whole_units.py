@@ -64,8 +64,8 @@ def rows_in_units(parts: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Arra
 
 
 def in_units_of(x: jax.Array, largest: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """As `rows_in_units`, of one part x [rows, columns] float32 of which the `largest` magnitudes
-    [rows] of each part are known."""
+    """`rows_in_units` for one part x [rows, columns] float32, given the `largest` magnitudes [rows]
+    of each part."""
     units = jnp.maximum(functools.reduce(jnp.maximum, largest), LEAST_UNIT) * (1 / LARGEST)
     return mosaic.rounded(in_units_of_rows(x, units), F16), units
 
