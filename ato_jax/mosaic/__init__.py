@@ -1,12 +1,16 @@
-"""The kit that Hopper kernels are made of, for every op: nothing here knows one.
+"""The kit of the Hopper kernels of all ops; it imports no op.
+
+A kernel declares roles (which warpgroups run which code), a `Storage` (shared memory with its
+barriers) and a schedule, and `launch` runs it. Read `roles.py`, `rings.py` and `schedule.py`, then
+`ops/linear_attention/mosaic_gpu/output.py`, the kernel to start from.
 
     tiles      tiles in shared memory: their layouts, heads in tiles, loads and stores by TMA
     products   WGMMA products, several in flight at once
-    schedule   items, pieces and chunks: what a persistent block works on
-    roles      warpgroups with a part of their own, and their registers
+    schedule   items, pieces and chunks: the work that each persistent block takes
+    roles      the code and the registers of each warpgroup
     rings      slots and barriers whose arrival counts follow from the roles that use them
     eight_bits rows of float8, widened in registers
-    masks      the rows of a chunk that count
+    masks      rows of a chunk that are set to 0
     scales     units of float16 operands
     assembly   inline PTX
     turns      warpgroups that issue their products in turn

@@ -1,8 +1,7 @@
-"""Row masks: the rows of a chunk that count, where a sequence ends within it or ahead of it, or a
-segment begins or ends within it.
+"""Row masks: they set rows of a chunk to 0, behind a sequence's end or outside a segment.
 
-A masked key has features of 0, so that pairs and sums do not have it. A masked row of another
-factor of a product is set to 0 in shared memory: a feature of 0 does not cancel NaN.
+A masked key gets features of 0, so that it adds nothing to pairs and sums. A masked row of the
+other factor of a product is set to 0 in shared memory, too, since 0 times NaN is NaN.
 """
 
 from __future__ import annotations

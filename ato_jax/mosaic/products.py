@@ -1,4 +1,7 @@
-"""WGMMA products: started together, awaited together."""
+"""WGMMA products: several are issued together, other code runs meanwhile, and one wait awaits all.
+
+In each product a @ b the first factor a lies in registers or shared memory, b in shared memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ato_jax.mosaic.tiles import F32, in_columns, tiled, zeros
 
 # WGMMA needs N >= 8, so a vector operand is replicated across 8 columns.
 ALIKE = 8
-# Or it takes 4 of them once rounded, and what the rounding left off the other 4.
+# Or 4 columns hold the rounded vector, and the other 4 what rounding left off.
 PARTS = ALIKE // 2
 
 Sum = tuple[jax.Array, Sequence[tuple[Any, Any]]]
@@ -44,7 +47,7 @@ def multiply(*sums: Sum, meanwhile: Callable[[], None] = lambda: None) -> tuple[
 def multiply_while(
     products: Sequence[tuple[Any, Any]], shape: tuple[int, int], do: Callable[[], Any]
 ) -> tuple[jax.Array, Any]:
-    """The sum of a @ b, and what `do` returns, which runs while the products are in flight."""
+    """The sum of a @ b over `products`, and the result of `do`, which runs meanwhile."""
 
     def both(accumulator: Any) -> Any:
         for a, b in products:
@@ -137,7 +140,8 @@ def pairs_of_parts(a: Sequence[Any], b: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _multiply_interpreted(*sums: Sum) -> tuple[jax.Array, ...]:
-    """Pallas's interpreter knows no factors in registers, and no sums that begin with values."""
+    """`multiply` for Pallas's interpreter, which has neither factors in registers nor sums that
+    start from values."""
     found = []
     for start, products in sums:
         for a, b in products:

@@ -68,7 +68,7 @@ class Runs(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Roles with parts over storage.
+    """A kernel made of roles: the code of each role, over one storage.
 
     Attributes:
       roles: in the order of their warpgroups' numbers.
@@ -126,7 +126,7 @@ class Flat:
 
 
 def _leave(barrier: Any) -> None:
-    """All of a block's warpgroups leave together: none while another still multiplies."""
+    """All warpgroups of a block end together, none while another one still multiplies."""
     plgpu.barrier_arrive(barrier)
     plgpu.barrier_wait(barrier)
 

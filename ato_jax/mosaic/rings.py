@@ -1,11 +1,12 @@
-"""Shared memory and its barriers: who hands what to whom.
+"""A kernel's shared memory and barriers: `Buffer`, `Signal`, `Ring`, and `Storage`, which holds
+them.
 
-A barrier completes once so many arrivals have come, and a wrong number is a deadlock or a race. So
-nobody writes the number: a `Signal` names the roles that arrive on it, and the buffers whose TMA
-copies do, and counts them. A `Ring` is slots with two signals: `produced`, when a slot's copies
-have landed, and `consumed`, when every role that reads the slot has let go of it. What is handed on
-within a slot (a role maps it in place, another multiplies it) is a signal of its own, which names
-the ring and has as many barriers.
+A phase of a barrier completes after a fixed number of arrivals, and a wrong number is a deadlock or
+a race. So no kernel writes this number: a `Signal` names the roles that arrive on it and the
+buffers whose TMA copies arrive on it, and counts both. A `Ring` has slots and two signals for each:
+`produced` completes when the slot's copies have landed, and `consumed` when every role that reads
+the slot has released it. If one role changes a slot for another one (it maps a tile in place, say),
+a further signal names the ring by `within` and has as many barriers as the ring has slots.
 
     storage = Storage(
         q=q,
@@ -13,8 +14,8 @@ the ring and has as many barriers.
         mapped=Signal((FEATURES,), within="rows"),
     )
 
-`Storage` is declared outside of the kernel. Inside, the same class holds references: of a `Buffer`
-its array in shared memory, of signals and rings their barriers.
+`Storage` is declared outside the kernel. Inside, an object of the same class holds a reference to
+the array of each `Buffer`, and signals and rings hold their barriers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ato_jax.mosaic.roles import Role
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array in shared memory. `copies`: how many TMA copies fill it, or one slot of it."""
+    """An array in shared memory. `copies` is the number of TMA copies that fill it, or one slot."""
 
     type: Any
     copies: int = 1
@@ -51,8 +52,8 @@ class Signal:
     """A barrier for each of `slots`. A phase completes when all of `by` have arrived: each
     warpgroup of a role, and each copy into a buffer.
 
-    `within`: the field of `Storage` that holds the ring whose slots it is of. `Storage` then sets
-    `slots` to those of the ring.
+    `within` is the name of the field of `Storage` with a ring. `Storage` then sets `slots` to the
+    number of the ring's slots.
     """
 
     by: tuple[Role | Buffer, ...]
@@ -71,7 +72,7 @@ class Signal:
 
     @property
     def at(self) -> _At:
-        """By slot: for copies, and for waits in turn."""
+        """The barriers, to be indexed by slot: for copies that arrive on them."""
         self.used.add("awaited")
         return _At(self)
 
@@ -94,8 +95,8 @@ class Signal:
         plgpu.barrier_wait(self._of(slot))
 
     def check(self, name: str) -> None:
-        """Once all roles are traced: those that arrived are those that were declared. A signal that
-        nobody uses is none that could block."""
+        """Checks, when all roles are traced, that the roles which arrive are those declared. A
+        signal that no role uses cannot block, and passes."""
         declared = {one for one in self.by if isinstance(one, Role)}
         arrived = {one for one in self.used if isinstance(one, Role)}
         if self.used and arrived != declared:
@@ -118,8 +119,8 @@ class _At:
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """Slots that are filled ahead of those who read them. Steps are counted across items; a step
-    takes the slot `step mod slots`."""
+    """Slots of shared memory that are filled ahead of the roles that read them. Steps are counted
+    across items, and a step has the slot `step mod slots`."""
 
     slots: int
     produced: Signal
@@ -129,8 +130,8 @@ class Ring:
     def of(
         cls, slots: int, filled: Iterable[Role | Buffer | None], readers: Iterable[Role]
     ) -> Ring:
-        """`filled`: the buffers whose copies, or the roles that, fill a slot; None for a buffer
-        that this kernel does not have. `readers`: the roles that let go of it."""
+        """`filled` are the buffers whose copies fill a slot, or the roles that fill it; None stands
+        for a buffer that this kernel does not have. `readers` are the roles that release a slot."""
         present = tuple(one for one in filled if one is not None)
         return cls(slots, Signal(present, slots), Signal(tuple(readers), slots))
 
@@ -142,7 +143,8 @@ class Ring:
         wait_until_free(self.consumed, step, self.slots)
 
     def drain(self, steps: Any) -> None:
-        """After the last of `steps`: every phase of a barrier has to be awaited."""
+        """Waits, after the last of `steps`, for the releases that `acquire` has not awaited: each
+        phase of a barrier has to be awaited."""
         await_the_last(self.consumed, steps, self.slots)
 
 
@@ -166,7 +168,7 @@ class Storage:
                 object.__setattr__(self, field.name, dataclasses.replace(value, slots=slots))
 
     def signals(self) -> dict[str, Signal]:
-        """By name: that of the field, and for a ring that of its signal, too."""
+        """The signals by name: the field's, or for a ring "field.consumed" and "field.produced"."""
         found: dict[str, Signal] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -182,7 +184,7 @@ class Storage:
         return {name: value for name, value in values.items() if isinstance(value, Buffer)}
 
     def types(self, leave: Signal) -> dict[str, Any]:
-        """What to allocate, in order."""
+        """The types of all arrays and barriers to allocate, in their order in shared memory."""
         signals = self.signals() | {"leave": leave}
         if self.barriers:
             missing = set(signals) - set(self.barriers)
@@ -192,7 +194,7 @@ class Storage:
         return found | {name: signal.type for name, signal in signals.items()}
 
     def bound(self, refs: Mapping[str, Any]) -> Self:
-        """This, with what was allocated, by the names of `types`."""
+        """This storage with references to what was allocated, by the names of `types`."""
 
         def signal(name: str, declared: Signal) -> Signal:
             return dataclasses.replace(declared, barrier=refs[name], used=set())
@@ -223,7 +225,7 @@ found_slots = contextvars.ContextVar("found_slots", default=None)
 
 @contextlib.contextmanager
 def checked_slots() -> Iterator[None]:
-    """Around the trace of a program: its barriers are used at slots of as many as they are."""
+    """Around the trace of a program: checks that each signal is indexed by slots of its number."""
     token = found_slots.set({})
     try:
         yield
@@ -232,7 +234,8 @@ def checked_slots() -> Iterator[None]:
 
 
 def check_slot(slot: Any, slots: int) -> None:
-    """With one barrier too few a kernel is lowered, and its interpreted results may be right."""
+    """Raises an error if a signal is indexed by a slot among another number of slots. Without this
+    check such a kernel is lowered, and its interpreted results may be right."""
     if isinstance(slot, int):
         if not 0 <= slot < slots:
             raise ValueError(f"a signal of {slots} slots is used at slot {slot}")
@@ -252,7 +255,7 @@ def slot_of(step: Any, slots: int) -> Any:
 
 
 def wait_until_free(barriers: Any, step: Any, slots: int) -> None:
-    """Before a slot is filled again."""
+    """Waits until the step's slot may be filled again."""
 
     @pl.when(step >= slots)
     def _() -> None:
@@ -260,7 +263,7 @@ def wait_until_free(barriers: Any, step: Any, slots: int) -> None:
 
 
 def await_the_last(barriers: Any, steps: Any, slots: int) -> None:
-    """Every completion of a barrier has to be awaited."""
+    """Waits for the last completion of each slot's barrier: each has to be awaited once."""
 
     def one(step: Any, _: None) -> None:
         plgpu.barrier_wait(barriers.at[slot_of(step, slots)])

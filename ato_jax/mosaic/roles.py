@@ -1,7 +1,7 @@
-"""Roles: a block's warpgroups, each with a part of its own, and how registers are dealt to them.
+"""Roles: which warpgroups of a block run the same code, and how many registers they have.
 
-A role is declared once, with how many warpgroups play it; barriers count these (`rings.py`). Its
-part is a function of what the kernel has (`program.Program`).
+A role is declared once, with its number of warpgroups, which barriers count (`rings.py`). Its code
+is a function, its part, that `program.Program` calls with the kernel's arrays and storage.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 from jax.experimental import pallas as pl
 
-# Registers of a thread of each warpgroup of a block, added up: 64 Ki registers, 128 threads each.
+# The registers a thread, summed over the warpgroups of a block: 64 Ki registers, and 128 threads
+# in each warpgroup.
 REGISTERS = 512
 # Enough for a warpgroup that only starts TMA copies.
 MEMORY_REGISTERS = 24
-# What one thread may have, in eights.
+# The most registers of a thread, a multiple of 8.
 MOST_REGISTERS = 232
 
 group = functools.partial(lax.axis_index, "group")
@@ -30,15 +31,15 @@ def registers_at_launch(warpgroups: int) -> int:
 
 
 def set_registers(count: int, warpgroups: int) -> None:
-    """A launch gives the same number to each warpgroup, and these are what there is to deal, in
-    eights. To increase to fewer than a warpgroup has is an illegal instruction, as is to decrease
-    to more."""
+    """Sets the registers a thread of this warpgroup, a multiple of 8. A launch gives the same
+    number to all warpgroups, and only these can be redistributed. An increase to fewer registers
+    than a warpgroup has is an illegal instruction, and so is a decrease to more."""
     increases = count > registers_at_launch(warpgroups)
     plgpu.set_max_registers(count, action="increase" if increases else "decrease")
 
 
 def workers_registers(workers: int, most: int = MOST_REGISTERS) -> int:
-    """Registers for each of so many warpgroups beside one that loads."""
+    """The registers a thread of each of `workers` warpgroups, beside one warpgroup that loads."""
     dealt = (workers + 1) * registers_at_launch(workers + 1)
     return min(most, (dealt - MEMORY_REGISTERS) // workers // 8 * 8)
 

@@ -1,8 +1,8 @@
-"""The schedule: which items of work each block takes.
+"""The schedule of a persistent launch: which items of work each block takes, and in which order.
 
-A block stays on its multiprocessor (it is persistent) and takes items. An item is a piece of the
-sequence of one head, or of the two heads of a tile; it is walked chunk by chunk, of 64 rows each.
-Slots of rings are counted in steps: the chunks of all items that the block has had.
+An item is a piece of the sequence of one head, or of the two heads of a tile. A role walks it chunk
+by chunk, 64 rows each. Steps, which select the slots of rings, count the chunks of all items that
+the block has taken so far.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ato_jax.mosaic.tiles import ROWS
 
 
 class Item(NamedTuple):
-    """A piece of one head; where a tile is of two heads, of both, and `head` is the number of the
-    pair. `before` is how many chunks the block has had in earlier items. `end` is as in `Deal`."""
+    """A piece of one head, or of the two heads of a tile; then `head` is the number of the pair.
+    `before` is the number of chunks in the block's earlier items. `end` is that of `Deal`."""
 
     number: Any
     batch: Any
@@ -46,8 +46,8 @@ class Item(NamedTuple):
         return number if self.end is None else self.end // ROWS - 1 - number
 
     def rows_within(self, chunk: Any, lengths: Any) -> Any:
-        """How many of a chunk's rows lie within the sequence, at most 64 of them; None where no
-        `lengths` [B] are given."""
+        """The number of rows from a chunk's first row to the end of the sequence, which may be more
+        than 64 or negative; None if no `lengths` [B] are given."""
         return None if lengths is None else lengths[self.batch] - self._first_of(chunk)
 
     def rows_from_the_end(self, chunk: Any) -> Any:
@@ -56,14 +56,15 @@ class Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """Which items each block takes: `pieces` of `rows` each, from row `first` on, of B sequences
-    of `length` rows with `heads` heads, or pairs of heads.
+    """The items of a launch: `pieces` of `rows` each, from row `first` on, of B sequences of
+    `length` rows with `heads` heads, or pairs of heads.
 
-    Heads lie side by side in memory: blocks that run at once have the same piece of several.
+    Blocks that run at the same time have the same piece of several heads, which lie next to each
+    other in memory.
 
-    Where `end` is given, which is `length` up to a whole chunk, chunks are counted from the end of
-    the sequence: the first chunk of the first piece is the last one in memory. Within a chunk rows
-    lie as they do in memory.
+    If `end` is given, `length` rounded up to whole chunks, chunks are counted from the end of the
+    sequence: the first chunk of the first piece is the last one in memory. Within a chunk rows keep
+    their order in memory.
     """
 
     B: int
@@ -85,7 +86,7 @@ class Deal:
 
     @property
     def own(self) -> Any:
-        """How many items this block takes."""
+        """The number of items that this block takes."""
         if self.items == self.blocks:
             return 1
         return lax.div(self.items - lax.axis_index("block") + (self.blocks - 1), self.blocks)
@@ -118,7 +119,7 @@ class Deal:
             return jnp.where(taken, before + found.chunks, before)
 
         if self.items == self.blocks:
-            # Where there is no loop the compiler has more registers for what is in it.
+            # Without a loop around an item the compiler has more registers for its body.
             return one(0, jnp.int32(0))
         return lax.fori_loop(0, self.own, one, jnp.int32(0))
 
@@ -133,5 +134,5 @@ def in_turn(item: Item, workers: int, do: Callable[[Any], None]) -> None:
 
 
 def whole_chunks(length: int) -> int:
-    """The rows of a sequence, up to a whole chunk."""
+    """The length of a sequence, rounded up to whole chunks."""
     return int(pl.cdiv(length, ROWS)) * ROWS

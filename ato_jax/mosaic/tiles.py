@@ -1,9 +1,9 @@
 """Tiles: their layouts in registers and in shared memory, and how heads lie in them.
 
-A tile is [rows, columns] of a sequence of one head, or of two heads of 64 columns, whose tiles lie
-one behind the other. It has two halves of 64 columns: where it is of one head, the halves of its
-columns; where it is of two, these. TMA loads and stores tiles; where the halves lie apart
-(`Tiling.blocks`), a copy of a tile is two copies, with two arrivals on its barrier.
+A tile is [64 rows, columns] of one head, or of two heads of 64 columns, one block of shared memory
+behind the other. Its two halves of 64 columns are the halves of one head's columns, or the two
+heads. TMA loads and stores tiles; where a tile is several blocks (`Tiling.blocks`), each of them is
+a copy of its own, with an arrival of its own on the barrier.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _IN_REGISTERS = jax.__version_info__ < (0, 11)
 
 @dataclasses.dataclass(frozen=True)
 class Views:
-    """Tiles of 64 columns in shared memory, seen twice: in tiles of 8 rows, as loads, stores and
-    products take them, and untiled, as the copy engine takes them where a sequence is no multiple
-    of 8 rows. Both are the same bytes. In the place of a reference this is the tiled one."""
+    """Two references to the same tiles of 64 columns in shared memory: one in tiles of 8 rows, for
+    loads, stores and products, and an untiled one, for the copy engine where T is not a multiple of
+    8. An object of this class can stand for the tiled reference."""
 
     tiled: Any
     untiled: Any
@@ -71,22 +71,22 @@ class _ViewsAt:
 
 
 def bound(type: Any, ref: Any) -> Any:
-    """What was allocated by `type`, as kernels use it."""
+    """The reference that a kernel uses for what was allocated by `type`."""
     return Views(*ref) if isinstance(type, plgpu.RefUnion) else ref
 
 
 def for_copy(ref: Any) -> Any:
-    """A tile as the copy engine takes it."""
+    """The reference to a tile that copies take."""
     return ref.untiled if isinstance(ref, Views) else ref
 
 
 def tiled(ref: Any) -> Any:
-    """A tile as loads and products take it."""
+    """The reference to a tile that loads, stores and products take."""
     return ref.tiled if isinstance(ref, Views) else ref
 
 
 def load(ref: Any, layout: Any = TILE, optimized: bool = True) -> jax.Array:
-    """`optimized`: by wide loads, which shared memory allows."""
+    """Loads a reference to registers; if `optimized`, by wide loads, which shared memory allows."""
     return plgpu.load(tiled(ref), *_INDEX, layout=layout, optimized=optimized)
 
 
