@@ -133,7 +133,7 @@ def is_left_to_xla(spec: LinearAttentionSpec) -> bool:
 
 
 def unsupported_pairs(spec: LinearAttentionSpec) -> str | None:
-    """What a call with two heads in a tile would need, or None."""
+    """Returns what a call lacks whose tiles hold two heads each, or None if it lacks nothing."""
     group = spec.H // spec.G
     if spec.decay == "channel":
         return "needs H = G, and even," if group != 1 or spec.H % 2 else None

@@ -144,7 +144,7 @@ def wide_key_gradients(
 
 
 def in_units(spec: LinearAttentionSpec, deal: mosaic.Deal, passes: int = 1) -> mosaic.Deal:
-    """The same heads and blocks, with one unit as a piece."""
+    """Returns a schedule of the heads and the number of blocks of `deal`; each piece is a unit."""
     units = whole_units(spec.T) // (UNIT * C)
     return mosaic.Deal(spec.B, deal.heads * passes, spec.T, UNIT * C, units, deal.most_blocks)
 
