@@ -124,6 +124,30 @@ def test_both_passes_of_training_weigh_that_there_are_both() -> None:
     assert backends(row, "H100") == ["triton", "mosaic_gpu", "mosaic_gpu"]
 
 
+def causal(D: int, H: int = 16, **changes: Any) -> Row:
+    return Row("linear_attention", B=8, H=H, T=16384, D=D, causal=True, **changes)
+
+
+@pytest.mark.parametrize(
+    "row, forward, gradients",
+    [
+        (causal(72, H=7), "mosaic_gpu", "mosaic_gpu"),
+        (causal(32), "mosaic_gpu", "mosaic_gpu"),
+        (causal(32, decay="channel"), "triton", "mosaic_gpu"),
+        (causal(24), "triton", "triton"),
+        (causal(24, decay="step"), "mosaic_gpu", "mosaic_gpu"),
+        (causal(16, decay="step"), "triton", "triton"),
+        (causal(40, H=7, decay="head"), "mosaic_gpu", "mosaic_gpu"),
+        (causal(48, H=7, decay="head"), "triton", "mosaic_gpu"),
+        (causal(80, decay="channel", dtype="float32"), "xla.products", "xla.products"),
+        (causal(64, decay="channel", dtype="float32"), "triton", "triton"),
+    ],
+    ids=str,
+)
+def test_heads_that_fill_a_part_of_a_tile(row: Row, forward: str, gradients: str) -> None:
+    assert backends(row, "H200") == [forward, gradients, gradients]
+
+
 @pytest.mark.parametrize("op", ["attention", "linear_attention"])
 @pytest.mark.parametrize("card", ["T4", "unknown"])
 def test_a_card_without_triton_runs_xla_and_says_why(op: str, card: str) -> None:

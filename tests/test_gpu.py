@@ -524,6 +524,8 @@ def needs_hopper() -> None:
         (2, 7000, 6, 6, 208, "bthd", 30.0),
         (1, LONG, 4, 4, 48, "bthd", 1.0),
         (2, 9001, 16, 16, 40, "bhtd", 30.0),
+        (2, 9001, 8, 8, 72, "bthd", 1.0),
+        (2, 9001, 16, 4, 32, "bthd", 1.0),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -568,6 +570,7 @@ def test_few_chunks_of_mosaic_gpu(T: int, D: int, options: dict[str, Any]) -> No
         (2, 9001, 8, 8, 64, 1.0, {"feature_map": "relu", "return_state": True}),
         (2, 9000, 8, 4, 96, 1.0, {"feature_map": "silu", "scale": 1e-3}),
         (2, 9000, 8, 8, 128, 30.0, {"feature_map": "identity", "scale": 1e-8}),
+        (2, 9001, 16, 16, 72, 30.0, {}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -627,6 +630,7 @@ def test_mosaic_gpu_in_float16_causal_by_offsets(
         (2, 9000, 8, 4, 96, 1.0, "heads", {"feature_map": "softplus"}),
         (2, 9000, 8, 8, 64, 1.0, "heads", {}),
         (2, 9000, 4, 4, 128, 1.0, "mild", {"kv_lengths": np.array([9000, 1001])}),
+        (2, 9000, 6, 6, 72, 1.0, "strong", {"layout": "bhtd"}),
     ],
 )
 @pytest.mark.usefixtures("linear_time_oracle")
@@ -821,6 +825,7 @@ def test_mosaic_gpu_in_float16_by_offsets_of_columns(
         (2, 7000, 9000, 8, 2, 112, "bthd", 30.0),
         (1, 16384, 16384, 4, 4, 80, "bthd", 0.01),
         (30, 72, 200, 50, 25, 96, "bthd", 1.0),
+        (2, 7001, 9000, 8, 2, 72, "bhtd", 30.0),
         (1, LONG, LONG, 2, 2, 160, "bthd", 1.0),
         (2, 7000, 9000, 6, 2, 240, "bhtd", 30.0),
     ],
@@ -843,6 +848,7 @@ def test_mosaic_gpu_both_ways(
     [
         (2, 9001, 4, 4, 96, "bthd", {}),
         (2, 7003, 8, 2, 40, "bhtd", {"feature_map": "silu"}),
+        (2, 7003, 6, 3, 72, "bhtd", {}),
         (3, 4100, 4, 2, 128, "bhtd", {"kv_lengths": np.array([4100, 77, 3001])}),
     ],
 )
@@ -2029,6 +2035,7 @@ def test_products_with_decays_and_segments(
 
 
 @of_linear_attention
+@pytest.mark.usefixtures("linear_time_oracle")
 @pytest.mark.parametrize("least", [-1.0, -6.0, -50.0])
 @pytest.mark.parametrize(
     ("dtype", "D", "precision", "causal"),

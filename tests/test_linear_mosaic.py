@@ -125,6 +125,7 @@ def test_tails_within_8_rows_of_one_head(
     "T, D, V, layout, options",
     [
         (99, 80, 80, "bthd", {}),
+        (77, 72, 72, "bthd", {}),
         (131, 112, 112, "bhtd", {"feature_map": "exp"}),
         (75, 128, 64, "bthd", {}),
         (101, 64, 96, "bhtd", PLAIN),
@@ -161,6 +162,8 @@ def test_every_query_sees_every_key() -> None:
         (256, 256, 136, 136, 1, "bhtd", True, options_of(1, 1, "bhtd", True, 256) | {"eps": 2e4}),
         (96, 96, 72, 136, 2, "bhtd", False, options_of(1, 1, "bhtd", True, 96)),
         (112, 64, 72, 64, 1, "bthd", False, {}),
+        (72, 72, 72, 136, 2, "bthd", False, options_of(1, 1, "bthd", True, 72)),
+        (72, 72, 136, 136, 1, "bhtd", True, {"layout": "bhtd"}),
         (80, 80, 128, 128, 1, "bthd", True, options_of(1, 1, "bthd", True, 80)),
         (64, 128, 136, 136, 1, "bhtd", True, {"eps": 2e3, "layout": "bhtd"}),
     ],

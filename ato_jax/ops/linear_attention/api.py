@@ -389,7 +389,7 @@ def linear_attention(
       precision: How float32 inputs are multiplied. None is exact; "tf32" or "default" may round
         the factors to TF32. Other dtypes ignore it.
       implementation: None for the fastest backend that supports the call on this device, or one of
-        "mosaic_gpu" (Hopper; bfloat16; D and V of multiples of 16, the larger from 80 to 256,
+        "mosaic_gpu" (Hopper; bfloat16; D and V of multiples of 8, the larger from 72 to 256,
         bidirectional with a decay or segments to 128; causal also of 8 from 16 to 64; most
         other sizes are padded; up to 128 columns float32 without a decay and segments, and float16
         causal or without them), "triton", "xla.products"

@@ -83,12 +83,14 @@ ENOUGH_ROWS = 2**16
 # 128 columns 0.355 and 1.14, 1.34 and 3.86. Fewer rows have not been timed.
 ENOUGH_ROWS_BOTH_WAYS = 2**17
 # The share of a tile's products that a head needs. What it takes is the tile's time, less some
-# traffic, so with a smaller share it is left to Triton: heads of 32 columns in tiles of 64 would
-# have 0.29 of the byte limit at least, and have 0.26 by Triton; of 40 they have 0.36 and 0.27.
-LEAST_FILLED = 3 / 8
-# With gates of channels and gradients. On an H100, B1 H64 T16384 D32 took 1.26 ms and by Triton's
-# kernels 1.91, forward alone 0.402 and 0.391; D48 1.79 and 3.00, 0.473 and 0.638.
-LEAST_FILLED_BY_CHANNEL = 1 / 4
+# traffic, so with a smaller share it is left to Triton. On an H200, T 16384, causal, forward and
+# forward + backward in ms, and Triton's: B8 H16 D32 0.362, 1.29 (0.475, 1.59), B8 H42 D24 1.01,
+# 3.68 (0.91, 3.59), B8 H7 D72 0.417, 1.71 (0.598, 2.22).
+LEAST_FILLED = 1 / 4
+# Of a tile of two heads with a decay per step or head: D24 took 1.08, 4.21 (1.29, 6.12).
+LEAST_FILLED_WITH_A_DECAY = 1 / 8
+# With gates of channels and no gradients: B8 H16 D32 took 0.715 and by Triton's kernels 0.675.
+LEAST_FILLED_BY_CHANNEL = 3 / 8
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
@@ -218,8 +220,11 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
         tile, tiles = frame.F, value_blocks.in_blocks(spec).value_blocks
     if spec.dtype == "float32" and narrow.fills(spec, mosaic.HALF):
         tile = mosaic.HALF
-    with_flows = spec.decay == "channel" and backward_follows
-    least_filled = LEAST_FILLED_BY_CHANNEL if with_flows else LEAST_FILLED
+    least_filled = LEAST_FILLED
+    if spec.decay == "channel" and not backward_follows:
+        least_filled = LEAST_FILLED_BY_CHANNEL
+    elif spec.decay in ("head", "step") and tile == mosaic.HALF:
+        least_filled = LEAST_FILLED_WITH_A_DECAY
     if tile is None or spec.D * spec.V < least_filled * tiles * tile**2:
         return False
     if frame.heads_of_tile(spec) == 2 and spec.H != spec.G and not (spec.decay or backward_follows):

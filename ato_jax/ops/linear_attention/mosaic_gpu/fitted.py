@@ -25,6 +25,8 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 # where Triton's kernels take twice the time.
 LEAST_ELEMENTS = 2**25
 LEAST_ELEMENTS_OF_DOCUMENTS = 2**23
+# Up to as many columns a decay pays without gradients, too.
+FEW_COLUMNS = 40
 
 
 def pays(fit: Fit, backward_follows: bool) -> bool:
@@ -33,8 +35,8 @@ def pays(fit: Fit, backward_follows: bool) -> bool:
     On an H200, forward and forward + backward in ms, and Triton's: wide, B15 H60 G15 T373 D164
     0.43, 1.06 (0.72, 2.95), B2 H27 T1083 D216 documents with lengths 0.32, 1.02 (0.60, 2.19), B9 H7
     G1 T5396 D156 0.49, 0.82 (0.54, 2.30); float32, B2 H16 T16383 D128 0.99, 2.41 (11.1, 16.4),
-    causal with lengths 1.85, 7.32 (2.81, 13.6); with a decay, B30 H36 G9 T3050 D40 1.01, 3.49
-    (1.24, 5.38), B8 H7 T16384 D64 0.62, 1.65 (0.38, 1.93), B2 H8 T16384 D250 0.80, 2.85 (1.65,
+    causal with lengths 1.85, 7.32 (2.81, 13.6); with a decay, B30 H36 G9 T3050 D40 1.03, 3.71
+    (1.21, 5.38), B8 H7 T16384 D64 0.62, 1.65 (0.38, 1.93), B2 H8 T16384 D250 0.80, 2.85 (1.65,
     2.92), folded B15 H1 T121606 D40 0.89, 2.64 (0.87, 11.5). But without a decay B8 H9 G3 T16384
     D64 took 0.80, 2.08 (0.32, 1.17), bidirectional B8 H8 T16384 D72 0.72, 1.61 (0.38, 1.27), and
     expanded ones B2 H12 G3 T16384 D192 2.50 (2.73), with gates of channels B2 H16 G4 T16384 D128
@@ -46,7 +48,8 @@ def pays(fit: Fit, backward_follows: bool) -> bool:
     if called.B * called.H * called.T * called.D < least:
         return False
     if called.decay in ("head", "step"):
-        return backward_follows or frame.is_wide(fit.spec)
+        is_small = max(called.D, called.V) <= FEW_COLUMNS
+        return backward_follows or is_small or frame.is_wide(fit.spec)
     return called.dtype == "float32" or frame.is_wide(fit.spec)
 
 
@@ -146,5 +149,5 @@ def _columns(spec: LinearAttentionSpec) -> list[dict[str, int]]:
     elif columns > mosaic.HALF:
         D, V = (up(size, step) for size in (D, V))
         if max(D, V) < narrow.LEAST:
-            D = V = narrow.LEAST
+            D = V = up(narrow.LEAST, step)
     return [{"D": D, "F": D, "V": V}]

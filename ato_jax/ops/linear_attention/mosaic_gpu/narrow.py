@@ -5,7 +5,7 @@ are multiples of 8, or of 16 with a decay per channel and in float32, and the la
 tile:
 
     tile of 64     16 to 56, causal or with segments
-    tile of 128    80 to 120; 16 to 120 for calls of `scans.chunks.in_runs`
+    tile of 128    72 to 120; 16 to 120 for calls of `scans.chunks.in_runs`
     tile of 192    136 to 184
     tile of 256    200 to 248
 
@@ -29,7 +29,7 @@ from ato_jax.ops.linear_attention.scans.chunks import in_runs
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, LinearState, Outputs
 
 TILES = 128, 192, 256
-LEAST = 80  # columns of a head that these tiles hold
+LEAST = 72  # columns of a head that these tiles hold
 STEP = 16  # the copy engine takes a part of a head's columns that a product takes
 STEP_AS_THEY_ARE = 8  # or it takes them as they are: it needs rows of a multiple of 16 bytes
 LEAST_OF_PAIRS = 16  # two heads of at most 64 columns share a tile; in runs each has its own

@@ -7,7 +7,7 @@ would need, and None if it has it.
 from __future__ import annotations
 
 from ato_jax import mosaic
-from ato_jax.ops.linear_attention.fits import FILLERS
+from ato_jax.ops.linear_attention.fits import FILLERS, up
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel_blocks,
     frame,
@@ -39,13 +39,13 @@ def unsupported_sizes(spec: LinearAttentionSpec) -> str | None:
     if in_float32 and narrow.fills(spec, mosaic.HALF):
         return None
     most = frame.F if in_float32 else max(narrow.TILES)
-    least = narrow.LEAST if in_float32 else 0
-    if least <= max(spec.D, spec.V) <= most and narrow.tile_of(spec):
-        return None
     step = narrow.step_of(spec)
+    least = up(narrow.LEAST, step)
+    if (least if in_float32 else 0) <= max(spec.D, spec.V) <= most and narrow.tile_of(spec):
+        return None
     if frame.in_runs(spec):
         return f"D and V of multiples of {step}, from {narrow.LEAST_OF_PAIRS} to {most}"
-    sizes = f"D and V of multiples of {step}, the larger from {narrow.LEAST} to {most}"
+    sizes = f"D and V of multiples of {step}, the larger from {least} to {most}"
     if in_float32:
         sizes += f", or D = V = {mosaic.HALF}"
     if spec.causal and not in_float32:
