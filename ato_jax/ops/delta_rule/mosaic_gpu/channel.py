@@ -13,6 +13,10 @@ neighbours. Where M is the last step of the first of these,
 has two factors of at most 1, so it is a product of decayed rows at any decay. A level takes each
 step once, on one side or the other, so a step has one factor exp2(-|L_t - L_M|).
 
+Where neither half of a chunk loses more than `MOST_LOST` in any channel, one level has all pairs.
+M is the chunk's middle, and a step has two factors, exp2(L_t - L_M) where it reads and
+exp2(L_M - L_t) where it is read: one of them is the factor above, the other is one over it.
+
 Sums over steps are products with matrices of 0 and `UNIT`, of the log2 decays in float16, by which
 these are divided. So a pair's exponent x is off by x 2^-12 at most, its weight 2^x by 9e-5: as much
 of it as is left. A difference of two sums from the chunk's start would lose small decays that
@@ -22,10 +26,13 @@ follow a large one.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F16, F32
@@ -35,12 +42,21 @@ from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs
 
 # What float16 holds of log2 decays: from 185, that of `LEAST_DECAY`, down to 2e-7.
 UNIT = 2.0**-8
+# What is left of `LEAST_DECAY` there.
+LEAST = float(np.float16(LEAST_DECAY * frame.LOG2_E / UNIT))
 LEVELS = 6
+# To base 2. One level multiplies rows with factors from 2^-64 to 2^64 by numbers that are as small
+# or as large as dout: so dout of 1e-14 still keeps its digits there, and dout of 1e14 is finite.
+MOST_LOST = 64.0
 
 
-def log_decays(spec: DeltaRuleSpec, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """The log2 decays over `UNIT` in float16, in the layout of [B, T, H, D]; and what they leave of
-    a state over each chunk, [B, H, chunks, D] float32."""
+class Decays(NamedTuple):
+    log_decays: jax.Array  # to base 2, over `UNIT`, in the layout of [B, T, H, D], float16
+    kept: jax.Array  # what they leave of a state over each chunk, [B, H, chunks, D] float32
+    one_level: jax.Array  # whether one level has all pairs, [B, H, chunks]
+
+
+def decays_of(spec: DeltaRuleSpec, inputs: Inputs) -> Decays:
     assert inputs.decay is not None
     scaled = jnp.maximum(inputs.decay, LEAST_DECAY) * (frame.LOG2_E / UNIT)
     found = scaled.astype(F16)
@@ -48,13 +64,18 @@ def log_decays(spec: DeltaRuleSpec, inputs: Inputs) -> tuple[jax.Array, jax.Arra
     padding = [(0, 0)] * 4
     padding[axis] = (0, chunks * C - spec.T)
     cut = jnp.pad(found.astype(F32), padding)
-    cut = cut.reshape(*cut.shape[:axis], chunks, C, *cut.shape[axis + 1 :])
-    kept = jnp.exp2(jnp.sum(cut, axis=axis + 1) * UNIT)
-    return found, jnp.swapaxes(kept, 1, 2) if spec.layout == "bthd" else kept
+    cut = cut.reshape(*cut.shape[:axis], chunks, 2, C // 2, *cut.shape[axis + 1 :])
+    halves = jnp.sum(cut, axis=axis + 2) * UNIT
+    kept = jnp.exp2(jnp.sum(halves, axis=axis + 1))
+    lost = jnp.min(halves, axis=(axis + 1, -1))
+    if spec.layout == "bthd":
+        kept, lost = (jnp.swapaxes(one, 1, 2) for one in (kept, lost))
+    return Decays(found, kept, lost >= -MOST_LOST)
 
 
-def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
-    """[B, H, chunks, NUMBERS_OF_CHANNELS, 64] in float32: the first numbers of `steps.py`."""
+def numbers_of(spec: DeltaRuleSpec, inputs: Inputs, one_level: jax.Array) -> jax.Array:
+    """[B, H, chunks, NUMBERS_OF_CHANNELS, 64] in float32: the first numbers of `steps.py`, and
+    `one_level` in each step."""
     given = steps.given_of(spec, inputs._replace(decay=None))
 
     def cut(array: jax.Array, repeats: int = 1) -> jax.Array:
@@ -68,7 +89,8 @@ def numbers_of(spec: DeltaRuleSpec, inputs: Inputs) -> jax.Array:
     if spec.normalize_qk:
         group = spec.H // spec.G
         of_keys, of_queries = cut(given.of_keys, group), spec.scale * cut(given.of_queries, group)
-    return jnp.stack((beta, of_keys, of_queries), axis=3)
+    of_levels = jnp.broadcast_to(one_level[..., None], beta.shape).astype(F32)
+    return jnp.stack((beta, of_keys, of_queries, of_levels), axis=3)
 
 
 def tiling(spec: DeltaRuleSpec) -> mosaic.Tiling:
@@ -97,13 +119,57 @@ def to_end() -> jax.Array:
     return _units(mosaic.hidden_position(0) < mosaic.hidden_position(1))
 
 
-def of_level(size: Any, turned: bool = False) -> jax.Array:
-    """[64, 64]: which pairs (row, column) belong to the level; `turned`: (column, row)."""
-    row, column = mosaic.hidden_position(int(turned)), mosaic.hidden_position(int(not turned))
-    return (row > column) & ((row ^ column) >= size) & ((row ^ column) < 2 * size)
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """The pairs whose steps are in neighbouring blocks of `size`; with `has_all`, of 32, also those
+    in one block."""
+
+    size: Any
+    has_all: bool = False
+
+    def pairs(self, turned: bool = False) -> jax.Array:
+        """[64, 64]: which pairs (row, column) belong to the level; `turned`: (column, row)."""
+        row, column = mosaic.hidden_position(int(turned)), mosaic.hidden_position(int(not turned))
+        if self.has_all:
+            return row > column
+        return (row > column) & ((row ^ column) >= self.size) & ((row ^ column) < 2 * self.size)
+
+    def reads(self, exponents: jax.Array) -> jax.Array:
+        """The factors of rows that read, of the rows' -|L_t - L_M|, [64, 64]."""
+        return jnp.exp2(self._turned(exponents, first=True))
+
+    def is_read(self, exponents: jax.Array) -> jax.Array:
+        """Those of rows that are read, likewise."""
+        return jnp.exp2(self._turned(exponents, first=False))
+
+    def _turned(self, exponents: jax.Array, first: bool) -> jax.Array:
+        """Of rows of the first of two blocks, or of the second, minus their exponents."""
+        if not self.has_all:
+            return exponents
+        row = mosaic.hidden_position(0)
+        return jnp.where(row < self.size if first else row >= self.size, -exponents, exponents)
+
+
+def over_levels(one_level: Any, add: Callable[[Level, Any], Any], sums: Any) -> Any:
+    """What `add` makes of sums, level by level. `one_level`: of the chunk, in shared memory. These
+    are loops, one of which runs no times: behind the branches of a condition more is spilled."""
+    at_once = lax.convert_element_type(one_level > 0, jnp.int32)
+
+    def of_all(_: Any, sums: Any) -> Any:
+        return add(Level(C // 2, has_all=True), sums)
+
+    def one(number: Any, sums: Any) -> Any:
+        return add(Level(lax.shift_left(jnp.int32(1), jnp.int32(number))), sums)
+
+    sums = lax.fori_loop(0, at_once, of_all, sums)
+    return lax.fori_loop(0, LEVELS * (1 - at_once), one, sums)
+
+
+def exponents(weights: jax.Array, log_decays: list[Any]) -> list[jax.Array]:
+    """weights @ the log decays of each block of channels, [64, 64]."""
+    products = ((mosaic.zeros(C, C), [(weights, one)]) for one in log_decays)
+    return list(mosaic.multiply(*products))
 
 
 def factors(weights: jax.Array, log_decays: list[Any]) -> list[jax.Array]:
-    """exp2 of weights @ the log decays of each block of channels, [64, 64]."""
-    sums = mosaic.multiply(*((mosaic.zeros(C, C), [(weights, one)]) for one in log_decays))
-    return [jnp.exp2(one) for one in sums]
+    return [jnp.exp2(one) for one in exponents(weights, log_decays)]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ato_jax.mosaic import F32
 from ato_jax.ops.delta_rule.mosaic_gpu import backward as gradients
 from ato_jax.ops.delta_rule.mosaic_gpu import channel, frame
 from ato_jax.ops.delta_rule.mosaic_gpu.channel_gradient import chunk_gradients
@@ -15,7 +14,7 @@ from ato_jax.ops.delta_rule.mosaic_gpu.channel_solve import Solved, solve_chunks
 from ato_jax.ops.delta_rule.mosaic_gpu.channel_walk_backward import walk_backward
 from ato_jax.ops.delta_rule.mosaic_gpu.channel_walk_forward import walk_forward
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config
-from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs, Outputs, Residuals
+from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residuals
 
 
 class Kept(NamedTuple):
@@ -41,11 +40,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Prepared:
-    numbers = channel.numbers_of(spec, inputs)
-    decays, kept = channel.log_decays(spec, inputs)
-    return Prepared(
-        numbers, decays, kept, solve_chunks(spec, config, inputs, decays, numbers)
-    )
+    decays, kept, one_level = channel.decays_of(spec, inputs)
+    numbers = channel.numbers_of(spec, inputs, one_level)
+    return Prepared(numbers, decays, kept, solve_chunks(spec, config, inputs, decays, numbers))
 
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
@@ -72,7 +69,7 @@ def backward(
     dv, dstate, dstates = walk_backward(spec, cotangents, kept, solved)
     arrays = dict(q=inputs.q, k=inputs.k, decays=decays, dout=cotangents.out, dr=dv)
     arrays |= dict(written=result.written, states=result.states, dstates=dstates)
-    arrays |= dict(numbers=numbers, last=kept * of_states(result.states, dstates))
+    arrays |= dict(numbers=numbers, kept=kept)
     found = chunk_gradients(spec, config, arrays)
     beta = numbers[:, :, :, frame.BETA]
     return Inputs(
@@ -80,7 +77,7 @@ def backward(
         k=gradients.over_group(spec, found.dk),
         v=dv,
         beta=of_steps(spec, found.dbeta / beta / beta),
-        decay=jnp.where(inputs.decay > LEAST_DECAY, found.ddecay, 0),
+        decay=found.ddecay,
         initial_state=dstate if spec.initial_state else None,
     )
 
@@ -89,10 +86,3 @@ def of_steps(spec: DeltaRuleSpec, of_chunks: jax.Array) -> jax.Array:
     """[B, H, chunks, 64] as an array of the layout's [B, T, H]."""
     found = of_chunks.reshape(spec.B, spec.H, -1)[:, :, : spec.T]
     return jnp.swapaxes(found, 1, 2) if spec.layout == "bthd" else found
-
-
-def of_states(states: jax.Array, dstates: jax.Array) -> jax.Array:
-    """[B, H, chunks, D]: S dS' summed over v's columns, of the state that each chunk begins with
-    and the gradient of the one that it ends with."""
-    sums = jnp.sum(states.astype(F32) * dstates.astype(F32), axis=(3, 5))
-    return sums.reshape(*sums.shape[:3], -1)

@@ -16,7 +16,7 @@ A step's decay is part of L from the step on, and of the state that the chunk en
 gradient is the sum of dL over it and all later steps, and of S' dS' over v's columns. The latter is
 formed as
 
-    exp2(L_C) S dS' + sum_s k_s exp2(L_C - L_s) u_s dS'^T                  S dS' by XLA
+    exp2(L_C) S dS' + sum_s k_s exp2(L_C - L_s) u_s dS'^T
 
 from the rounded u and dS' that dk" has, too: where decays are strong, most of S' dS' cancels
 against the sums of dL, and so what rounding leaves off cancels with it.
@@ -43,12 +43,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Buffer, Item, load
 from ato_jax.ops.delta_rule.mosaic_gpu import channel, chunk_gradient, frame
+from ato_jax.ops.delta_rule.mosaic_gpu.channel import Level
 from ato_jax.ops.delta_rule.mosaic_gpu.chunk_gradient import Columns, Factors, Kernel, Storage, dot
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import PARTS, C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
@@ -70,7 +70,7 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
     loaded = {
         "decays": Buffer(channel.tiling(spec).of_rows(blocks, C, HALF), copies=blocks),
-        "last": Buffer(plgpu.SMEM((spec.D,), F32)),
+        "kept": Buffer(plgpu.SMEM((spec.D,), F32)),
         "numbers": Buffer(frame.numbers_in_memory(count=frame.NUMBERS_OF_CHANNELS)),
     }
     of_floats = dataclasses.replace(tiling, dtype=F32)
@@ -92,9 +92,7 @@ class Gradients(NamedTuple):
     dbeta: jax.Array  # [B, H, chunks, 64] float32, times beta^2
 
 
-def chunk_gradients(
-    spec: DeltaRuleSpec, config: Config, arrays: dict[str, jax.Array]
-) -> Gradients:
+def chunk_gradients(spec: DeltaRuleSpec, config: Config, arrays: dict[str, jax.Array]) -> Gradients:
     """`arrays`: the inputs in global memory, by the names of `Kernel`."""
     of_head = (*arrays["dout"].shape[:3], spec.D)
     types = {
@@ -116,11 +114,13 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
         return chunk_gradient.of_states(spec, number, columns) + [pairs[one] for one in formed]
 
     def dots_of(columns: Columns) -> list[jax.Array]:
-        """dr . u, which one worker forms."""
-        return chunk_gradient.dots_of_errors(columns) if number == 0 else []
+        """dr . u, which one worker forms, and S dS', which is to be summed up over its rows."""
+        of_states = load(columns.states.at[number]).astype(F32)
+        of_states *= load(columns.dstates.at[number]).astype(F32)
+        return [*(chunk_gradient.dots_of_errors(columns) if number == 0 else ()), of_states]
 
-    (read, recalled, written, *pairs), of_beta = chunk_gradient.multiply_columns(
-        kernel, item, (3 + len(formed), 1 if number == 0 else 0), factors_of, dots_of
+    (read, recalled, written, *pairs), (*of_beta, of_states) = chunk_gradient.multiply_columns(
+        kernel, item, (3 + len(formed), 1 if number == 0 else 0, 1), factors_of, dots_of
     )
     own.chunks.produced.wait(0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -130,13 +130,16 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     dq, recalled = read * from_start, -recalled * from_start
     (to_end,) = channel.factors(channel.to_end(), decays)
     written = written * to_end
-    begin_decay(kernel, number, keys_of(kernel, number) * written)
+    of_last = of_states * mosaic.in_rows(
+        load(own.kept.at[pl.ds(number * HALF, HALF)], OF_COLUMNS), C
+    )
+    begin_decay(kernel, number, of_last + keys_of(kernel, number) * written)
     of_steps = queries_of(kernel, number) * dq + keys_of(kernel, number) * (recalled - written)
     sums = dq, recalled + written, of_steps
     own.pairs.arrive()
     own.pairs.wait()
     add = functools.partial(add_level, kernel, number, item)
-    dq, dk, of_steps = lax.fori_loop(0, channel.LEVELS, add, sums)
+    dq, dk, of_steps = channel.over_levels(own.numbers[frame.ONE_LEVEL, 0], add, sums)
     leave_decay(kernel, number, item, of_steps)
     of_pairs = mosaic.in_columns(load(own.of_steps.at[DIAGONAL], OF_ROWS), HALF)
     dq = (dq + of_pairs * keys_of(kernel, number)) * factor_of(kernel, frame.OF_QUERIES)
@@ -160,22 +163,22 @@ def formed_by(kernel: Kernel, number: int) -> list[int]:
     return [which for which, worker in enumerate((0, last)) if worker == number]
 
 
-def publish_pairs(
-    kernel: Kernel, formed: dict[int, jax.Array], of_beta: list[jax.Array]
-) -> None:
-    """Stores F (0) and -N (1), where this worker forms them: all pairs, of which a level takes its
-    own."""
+def publish_pairs(kernel: Kernel, formed: dict[int, jax.Array], of_beta: list[jax.Array]) -> None:
+    """Stores F (0) and -N (1), where this worker forms them: all pairs below the diagonal, of which
+    a level takes its own."""
     own = kernel.own
+    row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
     for which, pairs in formed.items():
+        below = jnp.where(row > column, pairs, 0.0)
         if which == 1:
-            parts = frame.in_two_parts(-pairs)
+            parts = frame.in_two_parts(-below)
             for part in range(parts_of_corrected(kernel.spec)):
                 own.corrected.at[part][...] = parts[part]
             continue
-        diagonal = mosaic.hidden_position(0) == mosaic.hidden_position(1)
-        own.of_steps.at[DIAGONAL][...] = jnp.sum(jnp.where(diagonal, pairs, 0.0), axis=1)
+        diagonal = jnp.where(row == column, pairs, 0.0)
+        own.of_steps.at[DIAGONAL][...] = jnp.sum(diagonal, axis=1)
         own.of_steps.at[OF_BETA][...] = of_beta[0]
-        for part, rounded in enumerate(frame.in_two_parts(pairs)):
+        for part, rounded in enumerate(frame.in_two_parts(below)):
             own.read.at[part][...] = rounded
     plgpu.commit_smem()
 
@@ -200,44 +203,56 @@ def add_level(
     kernel: Kernel,
     number: int,
     item: Item,
-    level: Any,
+    level: Level,
     sums: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk and dL with those of the level's pairs. dL has q as dk" has it, rounded: what a pair
     adds to both of its steps then cancels in the sums over both."""
     own, (dq, dk, of_steps) = kernel.own, sums
-    size = lax.shift_left(jnp.int32(1), jnp.int32(level))
     # So that nothing that is the same for all levels is held in registers over all of them.
-    number_here = mosaic.plus_zero(jnp.int32(number), item.first_row + level)
-    (factor,) = channel.factors(channel.to_middle(size), [own.decays.at[number_here]])
+    number_here = mosaic.plus_zero(jnp.int32(number), item.first_row + level.size)
+    decays = [own.decays.at[number_here]]
+
+    def exponents() -> jax.Array:
+        return channel.exponents(channel.to_middle(level.size), decays)[0]
+
     rows: list[Any] = [own.rows.at[number_here, n] for n in range(PARTS + 1)]
-    parts = frame.in_two_parts(keys_of(kernel, number) * factor)
-    for to, part in zip(rows, parts, strict=False):
-        to[...] = part
-    rows[QUERIES][...] = mosaic.rounded(queries_of(kernel, number) * factor)
+
+    def store_keys(factor: jax.Array) -> None:
+        parts = frame.in_two_parts(keys_of(kernel, number) * factor)
+        for to, part in zip(rows, parts, strict=False):
+            to[...] = part
+
+    found = exponents()
+    store_keys(level.is_read(found))
+    reads = level.reads(found)
+    rows[QUERIES][...] = mosaic.rounded(queries_of(kernel, number) * reads)
     plgpu.commit_smem()
     keys = rows[0], rows[1]
-    here = channel.of_level(size)
-    reads = tuple(of_pairs(here, own.read.at[part]) for part in range(PARTS))
-    (found,) = mosaic.multiply((mosaic.zeros(C, HALF), frame.products((reads[0], reads[1]), keys)))
-    dq = dq + found * factor
+    here = None if level.has_all else level.pairs()
+    pairs = tuple(of_pairs(here, own.read.at[part]) for part in range(PARTS))
+    (found,) = mosaic.multiply((mosaic.zeros(C, HALF), frame.products((pairs[0], pairs[1]), keys)))
+    dq = dq + found * reads
     of_steps = of_steps + load(rows[QUERIES]).astype(F32) * found
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), factors_of_corrected(kernel, here, keys)))
-    dk = dk + found * factor
-    of_steps = of_steps + keys_of(kernel, number) * (found * factor)
-    here = channel.of_level(size, turned=True)
+    dk = dk + found * reads
+    of_steps = of_steps + keys_of(kernel, number) * (found * reads)
+    plgpu.commit_smem()  # ahead of what overwrites the rows
+    store_keys(reads)
+    plgpu.commit_smem()
+    here = None if level.has_all else level.pairs(turned=True)
     products = [
         (of_pairs(here, own.read.at[part], turned=True), rows[QUERIES]) for part in range(PARTS)
     ]
     products += factors_of_corrected(kernel, here, keys, turned=True)
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), products))
     plgpu.commit_smem()  # ahead of what overwrites the rows
-    of_steps = of_steps - keys_of(kernel, number) * (found * factor)
-    return dq, dk + found * factor, of_steps
+    found = found * level.is_read(exponents())
+    return dq, dk + found, of_steps - keys_of(kernel, number) * found
 
 
 def factors_of_corrected(
-    kernel: Kernel, here: jax.Array, keys: tuple[Any, Any], turned: bool = False
+    kernel: Kernel, here: jax.Array | None, keys: tuple[Any, Any], turned: bool = False
 ) -> list[tuple[jax.Array, Any]]:
     """Factors of -N @ k, or of its transpose, for the pairs that are `here`."""
     first, *rest = (
@@ -247,18 +262,17 @@ def factors_of_corrected(
     return [*((first, k) for k in keys), *((part, keys[0]) for part in rest)]
 
 
-def of_pairs(here: jax.Array, tile: Any, turned: bool = False) -> jax.Array:
-    """A matrix of pairs, or its transpose, and 0 in all other places than `here`."""
+def of_pairs(here: jax.Array | None, tile: Any, turned: bool = False) -> jax.Array:
+    """A matrix of pairs, or its transpose; with `here`, 0 in all other places."""
     pairs = mosaic.load_transposed(tile) if turned else load(tile)
-    return jnp.where(here, pairs, jnp.zeros_like(pairs))
+    return pairs if here is None else jnp.where(here, pairs, jnp.zeros_like(pairs))
 
 
-def begin_decay(kernel: Kernel, number: int, written: jax.Array) -> None:
-    """Stores in each row of ddecay the sum of S' dS', of which `written` [64, 64] is k u dS'^T."""
-    last = load(kernel.own.last.at[pl.ds(number * HALF, HALF)], OF_COLUMNS)
+def begin_decay(kernel: Kernel, number: int, of_last: jax.Array) -> None:
+    """Stores in each row of ddecay the sum of S' dS', that of the rows of `of_last` [64, 64]."""
     # All rows, by a condition that no compiler knows to hold (hidden_position says why).
-    found = sums_of_steps(kernel, number, mosaic.hidden_position(0) >= 0, written)
-    for n, columns in enumerate(halves(found + mosaic.in_rows(last, C))):
+    found = sums_of_steps(kernel, number, mosaic.hidden_position(0) >= 0, of_last)
+    for n, columns in enumerate(halves(found)):
         kernel.own.ddecay.at[number, n][...] = columns
     plgpu.commit_smem()  # ahead of what overwrites the rows
 
@@ -280,13 +294,17 @@ def sums_of_steps(kernel: Kernel, number: int, where: jax.Array, terms: jax.Arra
 
 
 def leave_decay(kernel: Kernel, number: int, item: Item, of_steps: jax.Array) -> None:
-    """Adds to ddecay the sums of dL, `of_steps`, over each step and all later ones, and stores it.
-    What pairs on the diagonal add to dL cancels, and is left out."""
+    """Adds to ddecay the sums of dL, `of_steps`, over each step and all later ones, and stores it,
+    but 0 for decays of `LEAST_DECAY` and less. What pairs on the diagonal add to dL cancels, and is
+    left out."""
     own, spec = kernel.own, kernel.spec
     later = mosaic.hidden_position(0) <= mosaic.hidden_position(1)
-    for n, half in enumerate(halves(sums_of_steps(kernel, number, later, of_steps))):
+    found = sums_of_steps(kernel, number, later, of_steps)
+    decays = load(own.decays.at[number]).astype(F32)
+    above = jnp.where(decays > channel.LEAST, 1.0, 0.0)
+    for n, (half, is_above) in enumerate(zip(halves(found), halves(above), strict=True)):
         tile = own.ddecay.at[number, n]
-        tile[...] = load(tile) + half
+        tile[...] = (load(tile) + half) * is_above
     plgpu.commit_smem()
     steps = pl.ds(item.piece * C, C)
     for n in range(HALF // OF_FLOATS):

@@ -34,12 +34,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, OF_ROWS, Array, Buffer, Item, Ring, load
 from ato_jax.ops.delta_rule.mosaic_gpu import channel, frame, solve
+from ato_jax.ops.delta_rule.mosaic_gpu.channel import Level
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, PARTS, C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import BLOCK
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs
@@ -213,33 +213,31 @@ def queries_of(kernel: Kernel, worker: Any, block: int) -> jax.Array:
     return load(kernel.own.q.at[worker, block]).astype(F32) * mosaic.in_columns(of_rows, C)
 
 
-def decayed_pairs(
-    kernel: Kernel, worker: Any, first_row: Any
-) -> tuple[jax.Array, jax.Array]:
+def decayed_pairs(kernel: Kernel, worker: Any, first_row: Any) -> tuple[jax.Array, jax.Array]:
     """k_t . k_s decayed below the diagonal and q_t . k_s decayed on it, too; 0 above."""
     own, spec = kernel.own, kernel.spec
     blocks = range(frame.blocks_of_key(spec))
 
-    def add_level(level: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        size = lax.shift_left(jnp.int32(1), jnp.int32(level))
-        here = mosaic.plus_zero(worker, first_row + level)
-        decays = frame.blocks_at(spec, own.decays, here)
-        rows = [[own.rows.at[here, block, part] for part in range(PARTS)] for block in blocks]
-        turned = [tuple(part.T for part in both) for both in rows]
-        q = []
-        for block, factor in enumerate(channel.factors(channel.to_middle(size), decays)):
-            q.append(frame.in_two_parts(load(own.q.at[here, block]).astype(F32) * factor))
-            k = frame.in_two_parts(keys_of(kernel, here, block) * factor)
-            for part, rounded in zip(rows[block], k, strict=True):
-                part[...] = rounded
-        plgpu.commit_smem()
-        keys: list[Any] = []
-        queries: list[Any] = []
-        for of_key, of_query, other in zip(rows, q, turned, strict=True):
-            keys += frame.products((of_key[0], of_key[1]), other)
-            queries += frame.products(of_query, other)
-        found = mosaic.multiply((mosaic.zeros(C, C), keys), (mosaic.zeros(C, C), queries))
-        own_level = channel.of_level(size)
+    def add(level: Level, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        here = mosaic.plus_zero(worker, first_row + level.size)
+        found: tuple[jax.Array, ...] = mosaic.zeros(C, C), mosaic.zeros(C, C)
+        for block in blocks:
+            decays = [own.decays.at[here, block]]
+            (exponents,) = channel.exponents(channel.to_middle(level.size), decays)
+            reads, is_read = level.reads(exponents), level.is_read(exponents)
+            tiles = [own.rows.at[here, block, part] for part in range(PARTS)]
+            k = keys_of(kernel, here, block)
+            for tile, rounded in zip(tiles, frame.in_two_parts(k * is_read), strict=True):
+                tile[...] = rounded
+            plgpu.commit_smem()
+            others = tiles[0].T, tiles[1].T
+            rows = k, load(own.q.at[here, block]).astype(F32)
+            sums_of_level = (
+                (sum, frame.products(frame.in_two_parts(one * reads), others))
+                for sum, one in zip(found, rows, strict=True)
+            )
+            found = mosaic.multiply(*sums_of_level)
+        own_level = level.pairs()
         plgpu.commit_smem()  # ahead of what overwrites the rows
         of_keys, of_queries = (
             jnp.where(own_level, new, sum) for new, sum in zip(found, sums, strict=True)
@@ -247,7 +245,8 @@ def decayed_pairs(
         return of_keys, of_queries
 
     nothing = mosaic.zeros(C, C), mosaic.zeros(C, C)
-    of_keys, of_queries = lax.fori_loop(0, channel.LEVELS, add_level, nothing)
+    one_level = own.numbers[worker, frame.ONE_LEVEL, 0]
+    of_keys, of_queries = channel.over_levels(one_level, add, nothing)
     for block in blocks:
         q = load(own.q.at[worker, block]).astype(F32)
         own_pair = jnp.sum(q * keys_of(kernel, worker, block), axis=1)

@@ -85,7 +85,7 @@ class Storage(mosaic.Storage):
     k: Array  # as q
     decays: Array  # as q, float16: the log decays of each channel
     numbers: Array  # [NUMBERS, 64] float32
-    last: Array  # [D] float32: the sums of exp2(L_C) S dS'
+    kept: Array  # [D] float32: exp2(L_C), for a decay per channel
     read: Array  # [PARTS, 64, 64] F
     corrected: Array  # [1 or PARTS, 64, 64] -N
     sums: Array  # [D / 64, SUMS, 64] float32, for a decay per step
@@ -164,7 +164,7 @@ class Kernel:
     rest: Any = None
     corrections: Any = None
     decays: Any = None
-    last: Any = None
+    kept: Any = None
     ddecay: Any = None
     dbeta: Any = None
 
@@ -244,8 +244,8 @@ def load_item(kernel: Kernel, item: Item) -> None:
         if tiles is not None:
             frame.load_rows(spec, item, ref, rows, head, frame.blocks_at(spec, tiles), barrier)
     plgpu.copy_gmem_to_smem(kernel.numbers.at[at], own.numbers, barrier)
-    if own.last is not None:
-        plgpu.copy_gmem_to_smem(kernel.last.at[at], own.last, barrier)
+    if own.kept is not None:
+        plgpu.copy_gmem_to_smem(kernel.kept.at[at], own.kept, barrier)
 
 
 def load_columns(kernel: Kernel, item: Item, rows: Any, block: Any, _: None) -> None:
@@ -324,14 +324,14 @@ def dots_of_errors(columns: Columns) -> list[jax.Array]:
 def multiply_columns(
     kernel: Kernel,
     item: Item,
-    counts: tuple[int, int],
+    counts: tuple[int, ...],
     factors_of: Callable[[Columns], list[Factors]],
     dots_of: Callable[[Columns], list[jax.Array]] = lambda columns: [],
     behind: Callable[[Any], None] = lambda block: None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """As many sums over v's columns as `counts` has: of products, [64, 64] each, and of `dots_of`,
-    [64] each, which is called while the products are in flight. `behind` is called with the number
-    of each block of 64 columns, once its products are known."""
+    first [64] each and then [64, 64]. `dots_of` is called while the products are in flight, and
+    `behind` with the number of each block of 64 columns, once its products are known."""
     own = kernel.own
 
     def one(block: Any, sums: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
@@ -349,6 +349,7 @@ def multiply_columns(
 
     tiles = [mosaic.zeros(C, C) for _ in range(counts[0])]
     nothing = [jnp.sum(mosaic.zeros(C, C), axis=1) for _ in range(counts[1])]
+    nothing += [mosaic.zeros(C, C) for _ in range(sum(counts[2:]))]
     found, dots = lax.fori_loop(0, kernel.steps, one, (tiles, nothing))
     return found, dots
 

@@ -34,9 +34,10 @@ MOST_REGISTERS = 240
 # Far below the rounding of float32, 2^-24, it is no different from 0 in what a step writes.
 LEAST_BETA = 1e-12
 # Numbers of a step, and where they lie in an array [.., NUMBERS, 64] (`steps.py`). Kernels of a
-# decay per channel have the first three alone.
+# decay per channel have the first three, and then whether one level has all pairs (`channel.py`).
 BETA, OF_KEYS, OF_QUERIES, LOG_DECAY, READ, RECALLED, WRITTEN, DECAY, ALIKE = range(9)
-NUMBERS, NUMBERS_OF_CHANNELS = 9, 3
+ONE_LEVEL = 3
+NUMBERS, NUMBERS_OF_CHANNELS = 9, 4
 # The fewest chunks of a piece: a shorter one is not worth the walk that finds its map.
 LEAST_CHUNKS = 16
 # The most pieces of a sequence: XLA passes the state from one to the next, one at a time.
