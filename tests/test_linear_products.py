@@ -174,6 +174,36 @@ def test_decays_and_segments_are_within_the_budgets(
     numerics.compare(result, wanted)
 
 
+# Features of 1 + 2^-8 are halfway between two bfloat16 numbers, and those of 1 + 2^-11 between two
+# of float16.
+ALIKE = [
+    ("bfloat16", None, 2.0**-8, "elu1"),
+    ("bfloat16", 2.0**-8, 2.0**-8, "elu1"),
+    ("bfloat16", 0.0, 0.0, "softplus"),
+    ("bfloat16", 0.0, None, "elu1"),
+    ("float16", 2.0**-11, 2.0**-11, "elu1"),
+]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "query", "key", "feature_map"), ALIKE)
+def test_features_that_round_alike(
+    dtype: str, query: float | None, key: float | None, feature_map: str, causal: bool
+) -> None:
+    """All features of a row are one number, and so are their rounding errors. Numerator and
+    normaliser are off by the same factor."""
+    q, k, v = draw(dtype)
+    q = q if query is None else jnp.full_like(q, query)
+    k = k if key is None else jnp.full_like(k, key)
+    options: Any = {"causal": causal, "feature_map": feature_map}
+    wanted = numerics.oracle("linear_attention", q, k, v + 5, **options)
+    result = numerics.run(
+        "linear_attention", "xla.products", q, k, v + 5, cotangents=wanted.cotangents, **options
+    )
+    numerics.compare(result, wanted)
+
+
 @pytest.mark.usefixtures("small")
 def test_queries_of_other_lengths_than_keys() -> None:
     """Where every query sees every key, padded keys have no decay, and padded queries see none."""
