@@ -88,6 +88,8 @@ CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("bfloat16", {"H": 4}, {"causal": True, "feature_map": "identity"}),
     ("bfloat16", {}, {"feature_map": "silu"}),
     ("bfloat16", {}, {"causal": True, "feature_map": "silu"}),
+    # Several batch entries of several heads, whose operands XLA for CPUs takes in bfloat16.
+    ("bfloat16", {"B": 2}, {"feature_map": "silu"}),
     ("bfloat16", {"S": 400}, {"kv_lengths": [311], "feature_map": "relu"}),
     ("bfloat16", {"B": 2}, {"q_lengths": [211, 300], "kv_lengths": [300, 5]}),
     ("bfloat16", {}, {"initial_state": state(), "return_state": True}),

@@ -48,7 +48,21 @@ def product(
 ) -> jax.Array:
     """An einsum accumulated in float32 and rounded once to `dtype`."""
     precision = jax.lax.Precision.HIGHEST if is_exact(spec) else jax.lax.Precision.DEFAULT
-    return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype)
+
+    def multiply(left: jax.Array, right: jax.Array, dtype: Any = dtype) -> jax.Array:
+        return jnp.einsum(equation, left, right, precision=precision, preferred_element_type=dtype)
+
+    if left.dtype != jnp.bfloat16:
+        return multiply(left, right)
+
+    # XLA for CPUs, as JAX 0.11.2 and 0.12.0.1 have it, accumulates some products of bfloat16
+    # operands in bfloat16, and ends some with a float32 result by an error.
+    def in_float32(left: jax.Array, right: jax.Array) -> jax.Array:
+        left, right = left.astype(jnp.float32), right.astype(jnp.float32)
+        return multiply(left, right, jnp.float32).astype(dtype)
+
+    found: jax.Array = jax.lax.platform_dependent(left, right, cpu=in_float32, default=multiply)
+    return found
 
 
 class Rows(NamedTuple):
