@@ -55,6 +55,7 @@ from benchmarks import (
     ahead,
     cases,
     demo,
+    float8,
     kept,
     noise,
     other_load,
@@ -117,7 +118,9 @@ def shifted_silu(x: jax.Array) -> jax.Array:
 class Row:
     """One call. `decay` is "head", "step" or "channel"; `documents` the mean length of the
     segments; `lengths` pads a quarter of the last sequence; `bias` is one of [1, H, T, S]. Of the
-    delta rule H is G, and its betas are between 0 and 1.
+    delta rule H is G, and its betas are between 0 and 1. Inputs of "float8_e4m3fn" have scales and
+    no gradients. `by` names a function of `float8.PEERS` that makes the call in place of this
+    library's.
     `options` are further arguments of the call, by name; `feature_map="favor"` makes Performer's,
     and "callable" passes a function that the library does not know.
     """
@@ -138,6 +141,7 @@ class Row:
     bias: bool = False
     tf32: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    by: str = ""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -155,7 +159,7 @@ class Row:
 
     @property
     def set_bytes(self) -> int:
-        item = cases.ITEMSIZES[self.dtype]
+        item = jnp.dtype(self.dtype).itemsize
         return item * sum(int(np.prod(shape)) for shape in self.shapes.values())
 
     def __str__(self) -> str:
@@ -167,6 +171,7 @@ class Row:
         told += ["lengths"] if self.lengths else []
         told += ["bias"] if self.bias else []
         told += [f"{name}={value}" for name, value in self.options]
+        told += [f"by {self.by}"] if self.by else []
         return ", ".join(told)
 
 
@@ -255,10 +260,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
 
 
 def draw(row: Row, key: jax.Array) -> dict[str, jax.Array]:
-    """The arrays of a call, by name."""
+    """The arrays of a call, by name, and of float8 inputs a tuple of scales."""
     keys = jax.random.split(key, 6)
+    narrow = row.dtype == float8.FLOAT8
     found = {
-        name: jax.random.normal(one, shape, jnp.float32).astype(row.dtype)
+        name: jax.random.normal(one, shape, jnp.float32).astype("float32" if narrow else row.dtype)
         for one, (name, shape) in zip(keys, row.shapes.items(), strict=False)
     }
     S, G = row.S or row.T, row.G or row.H
@@ -277,7 +283,7 @@ def draw(row: Row, key: jax.Array) -> dict[str, jax.Array]:
         found["beta"] = jax.nn.sigmoid(jax.random.normal(keys[5], (row.B, row.T, row.H)))
     if row.bias:
         found["bias"] = jax.random.normal(keys[5], (1, row.H, row.T, S), jnp.float32)
-    return found
+    return float8.quantised(found, float8.SCALE) if narrow else found
 
 
 def keywords(row: Row) -> dict[str, Any]:
@@ -302,6 +308,8 @@ def called(
     row: Row, phase: str, implementation: str | None
 ) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
     """From the arrays of a call to its output, and in the second phase to its gradients."""
+    if row.by:
+        return in_phase(functools.partial(float8.PEERS[row.by], **keywords(row)), phase)
     function = FUNCTIONS[row.op]
     options = {**keywords(row), "implementation": implementation}
     return in_phase(functools.partial(function, **options), phase)
@@ -333,10 +341,12 @@ def in_phase(
 
 def right(row: Row, phase: str) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
     """The same by XLA in float32, of the arrays as they were rounded."""
-    exact = dataclasses.replace(row, dtype="float32", tf32=False)
+    exact = dataclasses.replace(row, dtype="float32", tf32=False, by="")
     call = called(exact, phase, "xla")
 
     def call_in_float32(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if row.dtype == float8.FLOAT8:
+            return call(float8.widened(arrays))
         wide = {
             name: array.astype(jnp.float32) if jnp.issubdtype(array.dtype, jnp.floating) else array
             for name, array in arrays.items()
@@ -352,7 +362,7 @@ def errors(
     """The relative RMS error of each result."""
 
     def error(name: str) -> jax.Array:
-        apart = found[name].astype(jnp.float32) - wanted[name].astype(jnp.float32)
+        apart = float8.read(found[name]) - wanted[name].astype(jnp.float32)
         return jnp.linalg.norm(apart.ravel()) / jnp.linalg.norm(
             wanted[name].astype(jnp.float32).ravel()
         )
@@ -361,6 +371,10 @@ def errors(
 
 
 def tolerance(row: Row) -> float:
+    if row.by:
+        return float8.TOLERANCE_OF_PEERS
+    if row.dtype == float8.FLOAT8:
+        return float8.TOLERANCES[row.op]
     return cases.TF32_TOLERANCE if row.tf32 else cases.TOLERANCES[row.dtype]
 
 
@@ -378,6 +392,10 @@ class Told:
 
 
 def told_of(row: Row, phase: str, shapes: dict[str, Any]) -> Told:
+    if row.by:
+        return Told(row.by, {}, {}, [], {})
+    if row.dtype == float8.FLOAT8:
+        return Told(_choice_of_float8(row, shapes), {}, {}, [], {})
     found: list[Told] = []
 
     def prepare(arrays: dict[str, jax.Array]) -> None:
@@ -415,6 +433,13 @@ def told_of(row: Row, phase: str, shapes: dict[str, Any]) -> Told:
     return found[0]
 
 
+def _choice_of_float8(row: Row, shapes: dict[str, Any]) -> str:
+    """The backend that reads 8 bits, or that of the arrays once they are widened."""
+    told = ato_jax.explain(row.op, **shapes, **keywords(row)).forward
+    name = told.backend if told else "none"
+    return name if name.endswith(".float8") else f"{choosing.family(name)}, widened"
+
+
 # A row, or its name, and a phase.
 Group = tuple[Any, str]
 
@@ -446,7 +471,8 @@ def least_seconds(row: Row, phase: str) -> float:
     if row.op != "attention" or dict(row.options).get("window"):
         return copying
     pairs = row.B * row.H * row.T * (row.S or row.T) / (2 if row.causal else 1)
-    return max(copying, 2 * passes * pairs * (row.D + (row.V or row.D)) / FASTEST_PRODUCTS)
+    rate = FASTEST_PRODUCTS * (2 if row.dtype == float8.FLOAT8 else 1)
+    return max(copying, 2 * passes * pairs * (row.D + (row.V or row.D)) / rate)
 
 
 def groups_of_inputs(row: Row, phase: str, platform: str) -> tuple[int, int]:

@@ -5,12 +5,18 @@
                  more with their gradient written; as in `cases.py`, for any option
     share      = traffic / copy bandwidth / time
     target     = the least share of an option, as a part of its base case's share in the same run,
-                 as a part of the byte limit, or beside the time of the products
+                 as a part of the byte limit, beside the time of the products, or by the speed of
+                 its base case
 
 A gated row's base case is the same call without its gate, so that what the gate costs is told apart
 from what the other option costs. Options of softmax attention, the group `softmax`, have the bytes
 of q, k, v and out alone, a bias has none: so their ratio is that of the times, and their targets
 are 1.25 times the plain call's time, 1.6 with a bias, and 1.03 where no product changes.
+
+The group `float8` has calls on inputs of 8 bits beside the same calls in bfloat16, forward alone,
+since they have no gradients: q, k and v of one byte and an output in bfloat16 are their bytes. An
+option is also timed beside the float8 call without it, and plain softmax attention beside cuDNN's
+float8. Some rows are compared with float64, too (`float8.py`).
 
 The group `drawn` has shapes of linear attention that a seed draws, with options at random, beside
 the plain call of the nearest size.
@@ -24,12 +30,16 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmarks import cases, results
+import jax.numpy as jnp
+
+from benchmarks import float8, results
 from benchmarks.cases import PHASES
 from benchmarks.choices import FAVOR_FEATURES, Row
 
 # In the order in which they are measured.
-GROUPS = ("lengths", "dtypes", "maps", "gates", "softmax", "heads", "drawn")
+GROUPS = ("lengths", "dtypes", "maps", "gates", "softmax", "float8", "heads", "drawn")
+# The contenders of a row; another library's has the name of its function.
+OURS, BASE, PLAIN = "ato_jax", "ato_jax, base case", "ato_jax, float8 without the option"
 
 # Operations per second that exact float32 products are expected to reach.
 FLOAT32_RATE = 50e12
@@ -37,36 +47,70 @@ FLOAT32_RATE = 50e12
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A part of the base case's share, of the byte limit, or of the larger of the byte limit and
-    the time of the products at `FLOAT32_RATE`; `of` is "base", "limit" or "products".
+    """A part of the base case's share, of the byte limit, of the larger of the byte limit and the
+    time of the products at `FLOAT32_RATE`, or so many times the base case's speed; `of` is "base",
+    "limit", "products" or "speed". With `speed`, so many times the base case's speed meet it, too.
     """
 
     part: float
     of: str = "base"
+    speed: float | None = None
 
     def share(self, row: results.Row, base: results.Row | None) -> float | None:
         """The least share of the byte limit that meets it; None where the base case has none."""
+        seconds = base.seconds if base else None
         if self.of == "base":
             reached = base.reached if base else None
             return None if reached is None else self.part * reached
+        if self.of == "speed":
+            return self.part * row.limit / seconds if seconds else None
         if self.of == "limit":
-            return self.part
+            fast_enough = self.speed * row.limit / seconds if self.speed and seconds else self.part
+            return min(self.part, fast_enough)
         return self.part * row.limit / max(row.limit, row.operations / FLOAT32_RATE)
 
     def __str__(self) -> str:
         told = {"base": "", "limit": " of the limit", "products": " of limit or products"}
-        return f"{self.part:.2f}{told[self.of]}"
+        told["speed"] = " times the speed"
+        either = f", or {self.speed:.2f} times the speed" if self.speed else ""
+        return f"{self.part:.2f}{told[self.of]}{either}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A row one option beside its base case; `group` is one of `GROUPS`."""
+    """A row one option beside its base case; `group` is one of `GROUPS`. Of float8 inputs the base
+    case is the same call in bfloat16, `plain` the float8 call without the option, `peer` the call
+    by another library, and `errors` asks for errors against float64.
+    """
 
     group: str
     name: str
     row: Row
     base: Row
     target: Target | None = None
+    plain: Row | None = None
+    peer: Row | None = None
+    errors: bool = False
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Float8 inputs have no gradients."""
+        return PHASES[:1] if self.row.dtype == float8.FLOAT8 else PHASES
+
+    @property
+    def beside(self) -> dict[str, Row]:
+        """By contender the calls that are timed in turns with the row."""
+        found = {BASE: self.base}
+        if self.plain:
+            found[PLAIN] = self.plain
+        if self.peer:
+            found[self.peer.by] = self.peer
+        return found
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All that are compiled."""
+        return *self.beside.values(), self.row
 
     @property
     def size(self) -> str:
@@ -76,8 +120,10 @@ class Step:
 
 def _bytes(row: Row) -> tuple[int, int, int]:
     """The bytes of q, k and v together, of out, and of the gates."""
-    item = cases.ITEMSIZES[row.dtype]
+    item = jnp.dtype(row.dtype).itemsize
     sizes = {name: item * math.prod(shape) for name, shape in row.shapes.items()}
+    if row.dtype == float8.FLOAT8:
+        sizes["dout"] *= 2  # the output is in bfloat16
     gates = {None: 0, "head": 1, "step": row.B * row.T, "channel": row.B * row.T * row.D}
     heads = row.G or row.H
     return sizes["q"] + sizes["k"] + sizes["v"], sizes["dout"], 4 * heads * gates[row.decay]
@@ -132,6 +178,8 @@ HEADS = {
     512: (2, 4),
 }
 GATED_HEADS = (80, 96, 192, 256)
+# The length at which float8 calls are compared with float64.
+LONG = 65_536
 IDENTITY = _mapped("identity", normalize=False)
 
 
@@ -237,6 +285,55 @@ def _softmax() -> Iterator[Step]:
     yield step("a bias [1, H, T, S]", Target(1 / 1.6), bias=True)
 
 
+def _narrow(base: Row) -> Row:
+    return dataclasses.replace(base, dtype=float8.FLOAT8)
+
+
+def _float8() -> Iterator[Step]:
+    """The plain calls, at the sizes of the base cases and at 65,536 rows, and their options, at the
+    sizes at which other groups have these in bfloat16.
+    """
+    limit, speed = Target(0.85, "limit", speed=1.5), Target(1.25, "speed")
+    by = next(iter(float8.PEERS))
+    for causal in (False, True):
+        target = Target(1.0) if causal else limit
+        for D, (B, H) in SIZES.items():
+            base = _linear(B, H, D, causal=causal)
+            yield Step("float8", "float8 linear", _narrow(base), base, target)
+        base = _linear(1, 8, 128, T=LONG, causal=causal)
+        yield Step("float8", f"float8 linear, T {LONG}", _narrow(base), base, target, errors=True)
+        for D, H in ((128, 16), (256, 8)):
+            base = Row("attention", B=2, H=H, T=8192, D=D, causal=causal)
+            peer = dataclasses.replace(_narrow(base), by=by)
+            yield Step("float8", "float8 softmax", _narrow(base), base, speed, peer=peer)
+        base = Row("attention", B=1, H=2, T=LONG, D=128, causal=causal)
+        yield Step("float8", f"float8 softmax, T {LONG}", _narrow(base), base, speed, errors=True)
+    yield from _float8_options()
+
+
+def _float8_options() -> Iterator[Step]:
+    for causal, name, changed in (
+        (False, "T 16411", {"T": 16411}),
+        (True, "T 16411", {"T": 16411}),
+        (False, "lengths", {"lengths": True}),
+        (False, "relu", _mapped("relu")),
+        (True, "identity, not normalised", IDENTITY),
+        (True, "segments of 1024", {"documents": 1024}),
+        (True, "group of 4", {"G": SIZES[128][1] // 4}),
+        (True, "scalar gate", {"decay": "step"}),
+        (True, "channel gate", {"decay": "channel"}),
+    ):
+        plain = _linear(*SIZES[128], 128, causal=causal)
+        base = dataclasses.replace(plain, **changed)
+        row, errors = _narrow(base), changed == IDENTITY
+        told = f"float8 linear, {name}"
+        yield Step("float8", told, row, base, plain=_narrow(plain), errors=errors)
+    for step in _softmax():
+        if step.row.dtype == "bfloat16" and "layout" not in dict(step.row.options):
+            told, plain = f"float8 {step.name}", _narrow(step.base)
+            yield Step("float8", told, _narrow(step.row), step.row, plain=plain)
+
+
 DRAWN, SEED = 20, 2026
 # The elements of q in a drawn row, at least and at most. The base cases have 2^26.
 ELEMENTS = 2**24, 2**27
@@ -292,6 +389,7 @@ def _all() -> Iterator[Step]:
         yield from _gates(D)
     yield from _heads()
     yield from _softmax()
+    yield from _float8()
     yield from _drawn()
 
 
@@ -311,7 +409,9 @@ def _once_each(steps: Iterable[Step]) -> Iterator[Step]:
         option = step.group, step.name, step.row.causal
         if option not in seen:
             seen.add(option)
-            yield dataclasses.replace(step, row=_small(step.row), base=_small(step.base))
+            given = {"row": step.row, "base": step.base, "plain": step.plain, "peer": step.peer}
+            small = {name: row and _small(row) for name, row in given.items()}
+            yield dataclasses.replace(step, **small)
 
 
 def _sorted(steps: Iterable[Step]) -> tuple[Step, ...]:

@@ -17,11 +17,15 @@ reason in place of a time. The table has, the row furthest below its target firs
     reached    share over the share that meets the target
     None is    the backends that `implementation=None` chose
 
-`--rows` takes groups of rows: lengths, dtypes, maps, gates, softmax, heads, drawn. All groups
-together may take a card more than ten minutes: `--within_s` ends a run and lists the rows that it
-left out, and `--json=FILE.json --resume` goes on with those. `--part=2/4` takes every fourth row
-from the second on, one process for each card of a machine that has four. On a CPU sizes are tiny,
-and an option is measured in one size.
+Calls on float8 inputs, forward alone, have tables of their own (`float8_tables.py`): their times
+beside the same calls in bfloat16, beside the float8 calls without the option and beside cuDNN's,
+and their errors against float64.
+
+`--rows` takes groups of rows: lengths, dtypes, maps, gates, softmax, float8, heads, drawn. All
+groups together may take a card more than ten minutes: `--within_s` ends a run and lists the rows
+that it left out, and `--json=FILE.json --resume` goes on with those. `--part=2/4` takes every
+fourth row from the second on, one process for each card of a machine that has four. On a CPU sizes
+are tiny, and an option is measured in one size.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +45,8 @@ from benchmarks import (
     ahead,
     choices,
     cliff_rows,
+    float8,
+    float8_tables,
     kept,
     other_load,
     ours,
@@ -54,7 +60,6 @@ from benchmarks import (
     tables,
     timing,
 )
-from benchmarks.cases import PHASES
 from benchmarks.choices import CHOSEN, RIGHT, Group, Programs, Row
 from benchmarks.cliff_rows import Step
 from benchmarks.results import NO_TIME_LEFT, Results, ResultsError
@@ -67,7 +72,7 @@ flags.DEFINE_list(
 )
 
 NAME = "cliffs"
-OURS, BASE = "ato_jax", "ato_jax, base case"
+OURS, BASE = cliff_rows.OURS, cliff_rows.BASE
 # Time for the batches of each of the two calls; a batch takes a GPU about 10 ms.
 SECONDS = 0.12
 # Base cases that are kept with their inputs.
@@ -82,12 +87,16 @@ SHORTEST_ROUND = 40
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """A call whose results were right; `launch(i)` runs it `calls` times, on the i-th inputs."""
+    """A call whose results were right; `launch(i)` runs it `calls` times, on the i-th inputs.
+    `out_of` gives the output of other arrays, such as `inputs`, those of the first call.
+    """
 
     launch: Callable[[int], Any]
     calls: int
     choice: str
     errors: dict[str, float]
+    out_of: Callable[[dict[str, Any]], Any] | None = None
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def wanted(platform: str) -> list[Step]:
@@ -110,8 +119,8 @@ def wanted(platform: str) -> list[Step]:
     return choices.part_of(found)
 
 
-def phases() -> tuple[str, ...]:
-    return PHASES[:1] if FLAGS.forward_only else PHASES
+def phases(step: Step) -> tuple[str, ...]:
+    return step.phases[:1] if FLAGS.forward_only else step.phases
 
 
 # -- one row -------------------------------------------------------------------------------------
@@ -134,8 +143,14 @@ def compared(row: Row, phase: str, programs: Programs, platform: str) -> Ready |
         for name, error in errors.items()
         if not error <= choices.tolerance(row)
     ]
+    if off:
+        return ", ".join(off)
+
+    def out_of(arrays: dict[str, Any]) -> Any:
+        return program([arrays] * calls)[0]["out"]
+
     launch = functools.partial(choices.launched, program, sets)
-    return ", ".join(off) or Ready(launch, calls, programs.told.choice, errors)
+    return Ready(launch, calls, programs.told.choice, errors, out_of, sets[0][0])
 
 
 @dataclasses.dataclass
@@ -176,15 +191,14 @@ class Calls:
 
 
 def measured(step: Step, phase: str, calls: Calls, found: Results) -> list[results.Row]:
-    """The row and its base case, both compared and then timed in turns."""
+    """The row, its base case and what else is beside it, all compared and then timed in turns."""
     with clock(CHECKING):
-        both = {BASE: calls.base(step.base, phase), OURS: calls.ready(step.row, phase)}
-    rows = {
-        BASE: blank(step.row, phase, found, BASE, step.base),
-        OURS: blank(step.row, phase, found, OURS),
-    }
-    ready = {name: one for name, one in both.items() if not isinstance(one, str)}
-    for name, one in both.items():
+        every = {name: calls.base(row, phase) for name, row in step.beside.items()}
+        every[OURS] = calls.ready(step.row, phase)
+    rows = {OURS: blank(step.row, phase, found, OURS)}
+    rows |= {name: blank(step.row, phase, found, name, row) for name, row in step.beside.items()}
+    ready = {name: one for name, one in every.items() if not isinstance(one, str)}
+    for name, one in every.items():
         if isinstance(one, str):
             rows[name].unavailable = one
         else:
@@ -197,9 +211,28 @@ def measured(step: Step, phase: str, calls: Calls, found: Results) -> list[resul
         for name, batches in zip(ready, timed, strict=True):
             rows[name].seconds, rows[name].load = statistics.median(batches), load
             rows[name].turns, rows[name].spread = [rows[name].seconds], summary.spread(batches)
-    elif BASE in ready:
-        rows[BASE].unavailable = "there is nothing beside it"
-    return [rows[OURS], rows[BASE]]
+    else:
+        for name in ready:
+            rows[name].unavailable = "there is nothing beside it"
+    if step.errors and OURS in ready and BASE in ready:
+        with clock(CHECKING):
+            add_errors(step, ready, rows)
+    return [*rows.values()]
+
+
+def add_errors(step: Step, ready: Mapping[str, Ready], rows: Mapping[str, results.Row]) -> None:
+    """The errors of a float8 call against float64, and of the same call in bfloat16."""
+    own, base = ready[OURS], ready[BASE]
+    feature_map = dict(step.row.options).get("feature_map")
+    what = step.row.op, step.row.causal, feature_map, base.inputs
+    try:
+        assert own.out_of and base.out_of
+        of_own, of_base = float8.errors(*what, own.out_of, base.out_of)
+    except Exception as error:  # memory, of the card or of the host
+        print(f"{step.row}: no errors: {side_by_side.refusal(error)}", flush=True)
+        return
+    rows[OURS].errors = own.errors | of_own
+    rows[BASE].errors = base.errors | of_base
 
 
 def in_turns(ready: Sequence[Ready], platform: str) -> list[list[float]]:
@@ -266,18 +299,14 @@ def line_of(
             step.size,
             phase,
             tables.milliseconds(row),
-            number(share),
-            number(beside),
-            number(ratio),
+            tables.number(share),
+            tables.number(beside),
+            tables.number(ratio),
             str(step.target or "-"),
-            number(reached if step.target else None),
+            tables.number(reached if step.target else None),
             refused or row.doubt or (base.doubt if base else "") or row.picked,
         ),
     )
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
 
 
 HEAD = (
@@ -295,21 +324,24 @@ HEAD = (
 
 
 def findings(found: Results) -> list[Table]:
-    """The table: rows without a time, then the worst first. No table if nothing was measured."""
+    """The tables: rows without a time, then the worst first, and float8 calls in tables of their
+    own. No table of what was not measured.
+    """
     rows = {row.key: row for row in found.rows}
     lines, late = [], 0
     for step in cliff_rows.STEPS[found.platform]:
-        for phase in PHASES:
+        for phase in step.phases:
             row = rows.get((str(step.row), phase, OURS))
-            if row is None:
+            if row is None or step.group == float8_tables.GROUP:
                 continue
             if row.unavailable == NO_TIME_LEFT:
                 late += 1
                 continue
             base = rows.get((str(step.row), phase, BASE))
             lines.append((step, line_of(step, phase, row, base)))
+    of_float8 = float8_tables.of(found)
     if not lines:
-        return []
+        return of_float8
     lines.sort(key=lambda one: (one[1].reached is not None, one[1].reached or 0.0))
     held = [line.reached >= 1 for step, line in lines if step.target and line.reached is not None]
     notes = [
@@ -326,15 +358,15 @@ def findings(found: Results) -> list[Table]:
     ]
     of_drawn = [line.ratio for step, line in lines if step.group == "drawn" and line.ratio]
     if of_drawn:
+        median, least = map(tables.number, (statistics.median(of_drawn), min(of_drawn)))
         notes.append(
-            f"The ratio of the {len(of_drawn)} rows that a seed drew is "
-            f"{number(statistics.median(of_drawn))} in the median and {number(min(of_drawn))} at "
-            "the least."
+            f"The ratio of the {len(of_drawn)} rows that a seed drew is {median} in the median and "
+            f"{least} at the least."
         )
     if late:
         notes.append(f"{late} rows were left out for lack of time.")
     cells = [line.cells for _, line in lines]
-    return [Table("Options beside their base cases", HEAD, cells, notes, 3)]
+    return [Table("Options beside their base cases", HEAD, cells, notes, 3), *of_float8]
 
 
 def worst(found: Results) -> tuple[Step, str, results.Row, results.Row] | None:
@@ -342,7 +374,7 @@ def worst(found: Results) -> tuple[Step, str, results.Row, results.Row] | None:
     rows = {row.key: row for row in found.rows}
     lines = []
     for step in cliff_rows.STEPS[found.platform]:
-        for phase in PHASES:
+        for phase in step.phases:
             row, base = (rows.get((str(step.row), phase, name)) for name in (OURS, BASE))
             if row and base and row.seconds and base.seconds and step.target:
                 reached = line_of(step, phase, row, base).reached
@@ -363,9 +395,20 @@ def left_out(found: Results) -> list[str]:
 
 
 def both_of(groups: Iterable[tuple[Step, str]]) -> list[Group]:
-    """The rows and the base cases of these, each once."""
-    both = [(row, phase) for step, phase in groups for row in (step.base, step.row)]
-    return list(dict.fromkeys(both))
+    """The rows of these, their base cases and what else is beside them, each once."""
+    every = [(row, phase) for step, phase in groups for row in step.rows]
+    return list(dict.fromkeys(every))
+
+
+def said(step: Step, phase: str, rows: Sequence[results.Row]) -> str:
+    """A line about a row that was just measured."""
+    by_name = {row.contender: row for row in rows}
+    if step.group == float8_tables.GROUP:
+        of_step = {name: by_name.get(name) for name in (OURS, *step.beside)}
+        told = float8_tables.cells(step, of_step)
+    else:
+        told = line_of(step, phase, by_name[OURS], by_name.get(BASE)).cells
+    return ", ".join(filter(None, told))
 
 
 def compile_ahead(
@@ -404,7 +447,7 @@ def run_rows(
         kept.write(found)
         kept.mark(str(step.row), phase, "")
         progress.step()
-        print(", ".join(line_of(step, phase, *new).cells), flush=True)
+        print(said(step, phase, new), flush=True)
         if new[0].unavailable and not side_by_side.device_works():
             return False
     return True
@@ -427,7 +470,7 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
         return 1
     found = kept.begun(facts, earlier)
     known = {row.key for row in found.rows}
-    every = [(step, phase) for step in steps for phase in phases()]
+    every = [(step, phase) for step in steps for phase in phases(step)]
     groups = [(step, phase) for step, phase in every if (str(step.row), phase, OURS) not in known]
     print(f"{len(groups)} rows to measure, {len(every) - len(groups)} known", flush=True)
     progress.start(len(groups), end)
@@ -445,7 +488,8 @@ def main(introduce: Callable[[peers.Peer, str], dict[str, Any] | None]) -> int:
         ready = [
             (step, phase)
             for step, phase in groups
-            if {(step.row, phase), (step.base, phase)} <= calls.programs.keys()
+            # Another library's call may never compile.
+            if all((row, phase) in calls.programs for row in step.rows if not row.by)
         ]
         # The others are for the next round: this process compiles them one by one.
         ready = ready or groups

@@ -42,7 +42,7 @@ def of_cliffs(known: Collection[tuple[str, str, str]], platform: str) -> Jobs:
     groups = [
         (step, phase)
         for step in cliff_rows.STEPS[platform]
-        for phase in PHASES
+        for phase in step.phases
         if (str(step.row), phase, cliffs.OURS) not in known
     ]
     return Jobs([choices.job_of(*group, by_name=False) for group in cliffs.both_of(groups)])

@@ -37,6 +37,11 @@ def milliseconds(row: Row | None) -> str:
     return noise.MARK * bool(row.doubt) + demo.milliseconds(row.seconds)
 
 
+def number(value: float | None) -> str:
+    """A share or a ratio; a dash where there is none."""
+    return "-" if value is None else f"{value:.3f}" if value < 0.1 else f"{value:.2f}"
+
+
 def shares(row: Row) -> list[str]:
     """Of a copy's bandwidth, TFLOP/s and of a product's rate; nothing of a doubtful time."""
     if row.doubt:

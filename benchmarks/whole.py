@@ -143,7 +143,7 @@ def _of_cliffs(path: Path, platform: str) -> int:
     wanted = {
         (str(step.row), phase, cliffs.OURS)
         for step in cliff_rows.STEPS[platform]
-        for phase in PHASES
+        for phase in step.phases
     }
     return len(wanted - _reached(path))
 

@@ -22,6 +22,7 @@ from benchmarks import (
     show,
     suites,
     summary,
+    tables,
     timing,
     training,
 )
@@ -189,7 +190,7 @@ def test_what_the_drawn_rows_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     (table,) = cliffs.findings(Results(**FACTS, rows=rows))
     timed = zip(rows[2:6:2], rows[3:6:2], strict=True)
     ratios = [row.reached / base.reached for row, base in timed]
-    said = f"is {cliffs.number(sum(ratios) / 2)} in the median and {cliffs.number(min(ratios))} at"
+    said = f"is {tables.number(sum(ratios) / 2)} in the median and {tables.number(min(ratios))} at"
     assert f"The ratio of the 2 rows that a seed drew {said} the least." in table.notes
     assert min(ratios) > 0.1
 
