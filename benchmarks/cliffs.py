@@ -19,7 +19,9 @@ reason in place of a time. The table has, the row furthest below its target firs
 
 Calls on float8 inputs, forward alone, have tables of their own (`float8_tables.py`): their times
 beside the same calls in bfloat16, beside the float8 calls without the option and beside cuDNN's,
-and their errors against float64.
+and their errors against float64. They may be measured by themselves, at another commit than the
+card's report: `--rows=float8 --json=DIR/float8/CARD.json`, and then `report --new=DIR` keeps them
+beside it. The document has their commit below their tables.
 
 `--rows` takes groups of rows: lengths, dtypes, maps, gates, softmax, float8, heads, drawn. All
 groups together may take a card more than ten minutes: `--within_s` ends a run and lists the rows

@@ -22,6 +22,7 @@ from benchmarks import (
     choices,
     cliffs,
     findings,
+    float8_tables,
     kept,
     latency,
     linear,
@@ -224,6 +225,7 @@ def section(found: Results, name: str) -> str:
         if suite.name == "techniques":
             parts.append(quoted_techniques().markdown())
     parts += [table.markdown() for table in cliffs.findings(found)]
+    parts += [table.markdown() for table in float8_apart(found, name)]
     for table in sdpa.findings(sdpa.CONTEST)(found):
         parts += [one.markdown() for one in measured(table)]
     for tables_of_file, folder in OTHERS.items():
@@ -234,6 +236,21 @@ def section(found: Results, name: str) -> str:
         for picture in sorted((run.FOLDER / name).glob("*.png"))
     ]
     return "\n\n".join(parts)
+
+
+def float8_apart(found: Results, name: str) -> list[Table]:
+    """The tables of float8 calls that were measured by themselves, with the commit that they were
+    measured at; none where the card's own file has such calls.
+    """
+    path = run.FOLDER / float8_tables.GROUP / f"{name}.json"
+    if float8_tables.of(found) or not path.exists():
+        return []
+    apart = results.read(path)
+    of_file = f"{kept.told_of(vars(apart))} A copy ran at {apart.bandwidth / 1e12:.2f} TB/s."
+    return [
+        dataclasses.replace(table, notes=[*table.notes, of_file])
+        for table in float8_tables.of(apart)
+    ]
 
 
 def results_text() -> str:
@@ -284,7 +301,9 @@ def headline_of(found: Results) -> list[list[str]]:
     if worst := cliffs.worst(found):
         step, phase, own, base = worst
         cells = [milliseconds(own), "ato_jax, its base case, of other sizes", milliseconds(base)]
-        if own.traffic == base.traffic:
+        if step.group == float8_tables.GROUP:
+            cells[1] = "ato_jax, the same call in bfloat16"
+        elif own.traffic == base.traffic:
             cells[1] = "ato_jax, its base case"
         lines.append([f"the worst option: {step.name}, {step.size}", phase, *cells])
         lines[-1].append(findings.times(base, own))
@@ -441,7 +460,8 @@ def differing() -> list[Path]:
 
 def keep(folder: Path) -> list[Path]:
     """Puts the files of a folder, as `whole` leaves it, among those that are kept, with the commit
-    of their sources. All are read before any is written.
+    of their sources. All are read before any is written. Rows of float8 calls that were measured by
+    themselves are in the folder's own folder `float8`, and stay apart.
     """
     texts = {}
     for path in sorted(folder.glob("*.json")):
@@ -450,6 +470,10 @@ def keep(folder: Path) -> list[Path]:
         found = kept.merged(names, [*map(results.read, parts)], machines_may_differ=True)
         found.commit = machine.of_sources(found.commit)
         texts[run.FOLDER / path.name] = results.json_text(found)
+    for path in sorted((folder / float8_tables.GROUP).glob("*.json")):
+        found = results.read(path)
+        found.commit = machine.of_sources(found.commit)
+        texts[run.FOLDER / float8_tables.GROUP / path.name] = results.json_text(found)
     if not texts:
         raise ResultsError(f"--new={folder} has no file of figures: `whole --folder` writes them")
     for tables_of_file, name in OTHERS.items():

@@ -26,6 +26,7 @@ from benchmarks import (
     document,
     float8,
     float8_tables,
+    machine,
     noise,
     results,
     run,
@@ -183,6 +184,7 @@ def test_rows_that_miss_their_target_come_first(monkeypatch: pytest.MonkeyPatch)
     assert cliffs.worst(found)[0] == other
     found.rows = [row for row in rows if row.case != str(other.row)]
     assert cliffs.worst(found)[0] == missed
+    assert "ato_jax, the same call in bfloat16" in document.headline_of(found)[-1]
     assert len(cliffs.findings(found)) == 1
 
 
@@ -244,6 +246,31 @@ def test_what_was_not_measured_has_no_table() -> None:
         assert bool(float8_tables.of(found)) == measured
     late = Results(**FACTS, platform="gpu", rows=rows_of(steps[0], row=NO_TIME_LEFT))
     assert float8_tables.of(late) == [] and cliffs.findings(late) == []
+
+
+def test_rows_that_were_measured_apart_are_told_with_their_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "FOLDER", tmp_path / "kept")
+    monkeypatch.setitem(cliff_rows.STEPS, "cpu", (STEP,))
+    rows = rows_of(STEP, row=1e-5, base=2e-5, peer=3e-5)
+    about = {"date": "2026-01-02"}
+    apart = Results(**FACTS, about=about, commit="sources abc", rows=rows)
+    path = tmp_path / "new" / float8_tables.GROUP / "a_card.json"
+    results.write(path, results.json_text(apart))
+    monkeypatch.setattr(machine, "of_sources", {"sources abc": "commit 1"}.get)
+    (written,) = document.keep(tmp_path / "new")
+    assert written == tmp_path / "kept" / float8_tables.GROUP / "a_card.json"
+    own = Results(**FACTS, commit="commit 0")
+    (table,) = document.float8_apart(own, "a_card")
+    assert "Measured on 2026-01-02 with commit commit 1, JAX 2." in table.notes[-1]
+    assert "A copy ran at 0.00 TB/s." in table.notes[-1] and len(table.rows) == 1
+    assert document.float8_apart(own, "another_card") == []
+    # What the card's own file has stands alone.
+    own.rows = rows
+    assert document.float8_apart(own, "a_card") == [] and len(cliffs.findings(own)) == 1
+    # The folder holds no file of a card's whole report.
+    assert document.reports() == []
 
 
 # The errors.
