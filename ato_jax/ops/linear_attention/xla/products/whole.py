@@ -50,7 +50,9 @@ def _unit(spec: LinearAttentionSpec, z: jax.Array) -> jax.Array:
     if not spec.normalize or rows.is_exact(spec):
         return jnp.ones_like(z[..., :1])
     share = rows.rounded(spec, jnp.float32(2 ** (spec.F - 1).bit_length() / spec.F))
-    unit = jnp.frexp(jnp.sum(z, axis=-1, keepdims=True))[0] * share
+    # Without the barrier XLA makes one sum of this and z's, and stores all features for it.
+    total = jnp.sum(jax.lax.optimization_barrier(z), axis=-1, keepdims=True)
+    unit = jnp.frexp(total)[0] * share
     return jnp.where((unit != 0) & jnp.isfinite(unit), unit, 1)
 
 
