@@ -112,9 +112,10 @@ BESIDE = {
     "mosaic_documents": ("mosaic_gpu", "linear_attention/mosaic_gpu/document*.py"),
     "random_features": ("mosaic_gpu", "linear_attention/random_features.py"),
 }
-# The entries of a table that order backends, and the functions, of a backend and of `tuning.py`.
+# What only orders backends: entries of a table, functions of a backend and of `tuning.py`, files.
 ORDER = ("first", "last")
 ORDERING = ("beats_later_backends", "order")
+ORDERING_FILES = ("ato_jax/ops/linear_attention/mosaic_gpu/order.py",)
 # The entries of attention's tables that are about these alone.
 WIDE = "triton.wide"
 # No test runs these unless it says so: the others' heads are narrower, their gates whole, and their
@@ -149,6 +150,7 @@ def source_files(part: str) -> list[Path]:
     patterns += [KIT] if below in MADE_OF_THE_KIT else []
     patterns += [HOPPER_KIT] if below in MADE_OF_HOPPERS_KIT else []
     found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    found -= {ROOT / name for name in ORDERING_FILES}
     found |= beside(part) if part in BESIDE else set()
     return sorted(found - {path for other in BESIDE if other != part for path in beside(other)})
 

@@ -109,7 +109,7 @@ def test_what_is_covered(name: str) -> None:
 def test_what_rules_exclude_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some combinations of values that each rule forbids, beside the plainest other values. Those
     of Hopper's kernels are of the kernels as they are, to which other calls are made to fit."""
-    monkeypatch.setattr(linear_mosaic_gpu, "_fit", lambda spec, phase: None)
+    monkeypatch.setattr(linear_mosaic_gpu.support, "fit_of", lambda spec, phase: None)
     space = covering.SPACES[name]
     for rule in space.rules:
         if rule.message is None:

@@ -19,7 +19,7 @@ from ato_jax import choosing, dispatch
 from ato_jax.ops.linear_attention import api, mosaic_gpu
 from ato_jax.ops.linear_attention import decay as decay_limits
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, support
 from ato_jax.ops.linear_attention.scans import channel_flows, flow_places
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Residuals
 from tests import aot, numerics
@@ -598,7 +598,7 @@ def test_who_is_asked_for_what() -> None:
         spec = api.prepare(*draw(1, T, 2, 2, D=D), causal=True).spec
         for phase in ("forward", "backward"):
             called = dataclasses.replace(spec, **given)
-            found = mosaic_gpu.unsupported_as_given(called, phase)
+            found = support.unsupported_as_given(called, phase)
             assert found is None if reason is None else reason in str(found), (T, D, given, found)
     for options in ({}, {"decay": jnp.full(2, -0.1)}):
         spec = api.prepare(*draw(1, 101, 4, 2), causal=True, **options).spec
@@ -607,4 +607,4 @@ def test_who_is_asked_for_what() -> None:
     for H, G in ((2, 1), (3, 3)):
         qkv = draw(1, 64, H, G, D=64)
         spec = api.prepare(*qkv, causal=True, decay=-jnp.ones(qkv[1].shape)).spec
-        assert "H = G, and even" in str(mosaic_gpu.unsupported_as_given(spec, "forward"))
+        assert "H = G, and even" in str(support.unsupported_as_given(spec, "forward"))

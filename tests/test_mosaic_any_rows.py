@@ -15,7 +15,7 @@ from test_mosaic_wide_runs import wanted_of
 
 import ato_jax
 from ato_jax.ops.linear_attention import mosaic_gpu
-from ato_jax.ops.linear_attention.mosaic_gpu import frame, row_copies
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, row_copies, support
 from tests import numerics
 from tests.interpreted import newest, no_races  # noqa: F401
 
@@ -24,7 +24,7 @@ def check(D: int, T: int, options: dict[str, Any]) -> None:
     """The kernels take the call as it is."""
     wanted = wanted_of(D, T, **{"dtype": "bfloat16"} | options)
     for phase in ("forward", "backward"):
-        assert mosaic_gpu.unsupported_as_given(wanted.request.spec, phase) is None
+        assert support.unsupported_as_given(wanted.request.spec, phase) is None
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 
@@ -94,7 +94,7 @@ def test_other_rows_of_keys_and_columns_of_values(
     arrays = [draw(1, T, 1, 1, layout, D=D)[0], *draw(1, S, 1, 1, layout, D=max(D, V))[1:]]
     arrays = [x[..., :width].astype(dtype) for x, width in zip(arrays, (D, D, V), strict=True)]
     wanted = numerics.oracle(OP, *arrays, **options)
-    assert mosaic_gpu.unsupported_as_given(wanted.request.spec, "backward") is None
+    assert support.unsupported_as_given(wanted.request.spec, "backward") is None
     against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
 
 

@@ -16,7 +16,7 @@ from test_mosaic_wide_gates import check_gradients_under_vmap
 
 from ato_jax.ops.linear_attention import fits, mosaic_gpu
 from ato_jax.ops.linear_attention.mosaic_gpu import channel as by_channel
-from ato_jax.ops.linear_attention.mosaic_gpu import fitted
+from ato_jax.ops.linear_attention.mosaic_gpu import fitted, support
 from tests import numerics
 from tests.choices import described
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -98,7 +98,7 @@ def test_calls_that_are_made_to_fit(
     decay = jnp.zeros(k.shape)
     request, _ = numerics.prepare(OP, q, k, k, decay=decay, **options)
     spec = dataclasses.replace(request.spec, B=2048)
-    fit = mosaic_gpu._fit(spec, "backward")
+    fit = support.fit_of(spec, "backward")
     assert steps == ("" if fit is None else " ".join(type(step).__name__ for step in fit.steps))
     assert mosaic_gpu.unsupported(spec, "backward") is None
     assert mosaic_gpu.beats_later_backends(spec, described("H200"), True)

@@ -14,7 +14,7 @@ import pytest
 import ato_jax
 from ato_jax.device import describe
 from ato_jax.ops.linear_attention import mosaic_gpu, xla
-from ato_jax.ops.linear_attention.mosaic_gpu import narrow
+from ato_jax.ops.linear_attention.mosaic_gpu import narrow, support
 from ato_jax.ops.linear_attention.spec import Inputs, LinearState, Outputs
 from tests import numerics
 from tests.interpreted import newest, no_races  # noqa: F401
@@ -115,7 +115,7 @@ def test_steps(shape: str, layout: str, words: str, names: str) -> None:
     of = sizes(shape)
     wanted = numerics.oracle(OP, *draw(of, layout), **options_of(of, layout, words))
     spec, inputs = wanted.request.spec, wanted.request.inputs
-    fit = mosaic_gpu._fit(spec, "backward")
+    fit = support.fit_of(spec, "backward")
     assert names == ("" if fit is None else " ".join(type(step).__name__ for step in fit.steps))
     assert mosaic_gpu.unsupported(spec, "backward") is None
     if fit is None:
@@ -127,7 +127,7 @@ def test_steps(shape: str, layout: str, words: str, names: str) -> None:
         # What the forward pass kept is there, its outputs too, unless a state needs more rows.
         stateful = dataclasses.replace(wanted.request.spec, return_state=True)
         same = mosaic_gpu.unsupported(stateful, "backward") is not None
-        same |= fit == mosaic_gpu._fit(stateful, "backward")
+        same |= fit == support.fit_of(stateful, "backward")
         assert same or "lengths" in words
         outputs = inner if same else found_inside
         both = (jax.tree.map(np.asarray, x) for x in (outputs, residuals.outputs))
@@ -165,7 +165,7 @@ def test_calls_that_no_step_makes_fit(shape: str, words: str) -> None:
     if "D36" in shape:
         options["feature_map"] = lambda x: jnp.exp(-x)
     request, _ = numerics.prepare(OP, *draw(of), **options)
-    assert mosaic_gpu._fit(request.spec, "backward") is None
+    assert support.fit_of(request.spec, "backward") is None
     assert mosaic_gpu.unsupported(request.spec, "backward") is not None
 
 

@@ -91,6 +91,10 @@ def test_which_backend_is_chosen_does_not_count() -> None:
     rule += "def kernel():\n    return {}\n"
     assert receipt.stripped(rule.format(1, 2)) == receipt.stripped(rule.format(3, 2))
     assert receipt.stripped(rule.format(1, 2)) != receipt.stripped(rule.format(1, 3))
+    for part in receipt.OPS:
+        names = {path.relative_to(receipt.ROOT).as_posix() for path in receipt.source_files(part)}
+        assert not names & set(receipt.ORDERING_FILES)
+    assert all((receipt.ROOT / name).exists() for name in receipt.ORDERING_FILES)
 
 
 HASHES = {"attention": "a", "linear_attention": "l", "decode_attention": "d"}

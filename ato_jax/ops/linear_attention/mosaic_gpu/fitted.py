@@ -21,37 +21,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu import channel_blocks, frame, narro
 from ato_jax.ops.linear_attention.mosaic_gpu import steps as steps_of_rows
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# Elements of q, of which copies cost less than the kernels gain; and of wide heads in documents,
-# where Triton's kernels take twice the time.
-LEAST_ELEMENTS = 2**25
-LEAST_ELEMENTS_OF_DOCUMENTS = 2**23
-# Up to as many columns a decay pays without gradients, too.
-FEW_COLUMNS = 40
-
-
-def pays(fit: Fit, backward_follows: bool) -> bool:
-    """Whether the kernels gain more over Triton's than the copies cost, in a large call.
-
-    On an H200, forward and forward + backward in ms, and Triton's: wide, B15 H60 G15 T373 D164
-    0.43, 1.06 (0.72, 2.95), B2 H27 T1083 D216 documents with lengths 0.32, 1.02 (0.60, 2.19), B9 H7
-    G1 T5396 D156 0.49, 0.82 (0.54, 2.30); float32, B2 H16 T16383 D128 0.99, 2.41 (11.1, 16.4),
-    causal with lengths 1.85, 7.32 (2.81, 13.6); with a decay, B30 H36 G9 T3050 D40 1.03, 3.71
-    (1.21, 5.38), B8 H7 T16384 D64 0.62, 1.65 (0.38, 1.93), B2 H8 T16384 D250 0.80, 2.85 (1.65,
-    2.92), folded B15 H1 T121606 D40 0.89, 2.64 (0.87, 11.5). But without a decay B8 H9 G3 T16384
-    D64 took 0.80, 2.08 (0.32, 1.17), bidirectional B8 H8 T16384 D72 0.72, 1.61 (0.38, 1.27), and
-    expanded ones B2 H12 G3 T16384 D192 2.50 (2.73), with gates of channels B2 H16 G4 T16384 D128
-    2.77 (1.91).
-    """
-    called = fit.steps[0].before
-    in_documents = frame.by_documents(called) and frame.is_wide(fit.spec)
-    least = LEAST_ELEMENTS_OF_DOCUMENTS if in_documents else LEAST_ELEMENTS
-    if called.B * called.H * called.T * called.D < least:
-        return False
-    if called.decay in ("head", "step"):
-        is_small = max(called.D, called.V) <= FEW_COLUMNS
-        return backward_follows or is_small or frame.is_wide(fit.spec)
-    return called.dtype == "float32" or frame.is_wide(fit.spec)
-
 
 def candidates(spec: LinearAttentionSpec) -> Iterator[Fit]:
     """Calls in place of this one, the cheapest first; kernels may refuse them, too."""

@@ -15,13 +15,21 @@ from ato_jax.backend import Backend, Residuals
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention import mosaic_gpu
 from ato_jax.ops.linear_attention.eight_bits import Float8Inputs
-from ato_jax.ops.linear_attention.mosaic_gpu import bidirectional, causal, frame, narrow, steps
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    bidirectional,
+    causal,
+    frame,
+    narrow,
+    order,
+    steps,
+    support,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec, Outputs
 
 # With fewer rows of all heads than this times 128 columns, others are taken to be faster, as for
 # bfloat16 arrays. Heads of 64 columns were timed at B8 H8 T16384 alone (149 us, Triton 403).
-ENOUGH_ROWS = mosaic_gpu.ENOUGH_ROWS
+ENOUGH_ROWS = order.ENOUGH_ROWS
 
 
 def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
@@ -38,7 +46,7 @@ def unsupported(spec: LinearAttentionSpec, phase: str) -> str | None:
         return f"reads float8 of multiples of {narrow.STEP} columns, got D={spec.D}, V={spec.V}"
     if _has_half_a_tile(spec):
         spec = dataclasses.replace(spec, D=frame.F, F=frame.F, V=frame.F)
-    return mosaic_gpu.unsupported_as_given(spec, phase)
+    return support.unsupported_as_given(spec, phase)
 
 
 def _has_half_a_tile(spec: LinearAttentionSpec) -> bool:

@@ -18,7 +18,6 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
 from ato_jax.ops.linear_attention.mosaic_gpu.two_parts import splits_states
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-FEW_HEADS = 3  # of keys
 SIZES_BOTH_WAYS = 64, 80, 96, 112, 128  # D = V with a decay both ways
 
 
@@ -79,16 +78,6 @@ def unsupported_in_float16(spec: LinearAttentionSpec, phase: str) -> str | None:
     if of_shares and spec.eps < whole_units.LEAST_EPS:
         return f"without causal=True and with eps below {whole_units.LEAST_EPS:.1e}"
     return None
-
-
-def may_cancel(spec: LinearAttentionSpec) -> bool:
-    """Whether rounding may be more than what is left of the gradient of a decay both ways. It has
-    one number for each head, and in a few heads the terms of all of them may cancel by chance.
-    Rounded states lose how values differ from their mean where that is large: with one head, values
-    of mean 5 and 513 rows the gradient was up to 3.1e-2 off, of 1e-2. Triton's kernels multiply
-    such calls in TF32."""
-    few = spec.G <= FEW_HEADS and spec.decay == "head" and spec.normalize
-    return few and frame.both_ways(spec) and frame.by_runs(spec)
 
 
 def unsupported_both_ways(spec: LinearAttentionSpec, phase: str) -> str | None:

@@ -64,12 +64,6 @@ from ato_jax.ops.linear_attention.spec import (
 
 State = tuple[jax.Array, jax.Array]
 
-# The least D V at which heads of up to 128 columns are faster here than by the later backends: with
-# segments alone, and with a decay. On an H200 at T 16384, forward alone and with gradients:
-#     segments, float16, D64 B8 H8                              0.94, 2.69 ms; Triton 3.10, 8.19
-#     segments and a decay per step, bfloat16, D128 B2 H16      0.82, 3.71 ms; Triton 1.86, 6.42
-#     the same, D64 B8 H8                                       1.22, 6.38 ms; Triton 1.03, 3.28
-LEAST_COLUMNS, LEAST_COLUMNS_BESIDE_A_DECAY = 64 * 64, 80 * 80
 
 
 class States(NamedTuple):
@@ -107,13 +101,6 @@ class Call:
     @property
     def both_ways(self) -> bool:
         return not self.spec.causal
-
-
-def are_faster_in_runs(spec: LinearAttentionSpec) -> bool:
-    """Whether these kernels are faster than the later backends, for a call of
-    `scans.chunks.in_runs` with heads of up to 128 columns."""
-    least = LEAST_COLUMNS_BESIDE_A_DECAY if spec.decay else LEAST_COLUMNS
-    return spec.D * spec.V >= least
 
 
 def call_of(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> Call:
