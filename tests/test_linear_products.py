@@ -242,7 +242,13 @@ def test_chunks_and_batches_are_no_matter(
         return out, pull(jnp.cos(out))
 
     one, other = gradients(products.Config(chunk, 9, 3)), gradients(products.Config(50, 2, 2))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), one, other)
+
+    def compare(x: jax.Array, y: jax.Array) -> None:
+        # A decay per head has a sum of terms of either sign.
+        largest = max(1.0, float(jnp.max(jnp.abs(y))))
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6 * largest)
+
+    jax.tree.map(compare, one, other)
 
 
 @pytest.mark.usefixtures("small")
