@@ -137,7 +137,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--workers", type=int, default=13)
-    parser.add_argument("--cards", default="", help="numbers, with commas; all by default")
+    told = "numbers, with commas; by default those of CUDA_VISIBLE_DEVICES, or all"
+    parser.add_argument("--cards", default=os.environ.get("CUDA_VISIBLE_DEVICES", ""), help=told)
     parser.add_argument("--cache", action="store_true", help="share JAX's programs on disk")
     parser.add_argument("--threads", type=int, help="of XLA in each process; 32 by default")
     parser.add_argument("names", nargs="*")
