@@ -1,6 +1,8 @@
 """Which calls these kernels take faster than the backends behind them do.
 
-`implementation=None` asks `beats_later_backends`. No kernel depends on anything here.
+`implementation=None` asks `beats_later_backends`. It takes the kinds of calls one after the other,
+and says from how many rows, columns or elements each kind is faster here. These numbers were
+measured; `docs/notes/linear_attention.md` has more of them. No kernel depends on anything here.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ LEAST_COLUMNS, LEAST_COLUMNS_BESIDE_A_DECAY = 64 * 64, 80 * 80
 # The fewest tiles, by heads in a tile. One long document is one block's work for each tile, so its
 # time follows from T alone, while that of Triton's kernels falls with the number of tiles.
 ENOUGH_TILES = {1: 16, 2: 24}
-FEW_HEADS = 3  # of keys
+# Heads of keys in which the terms of a decay's gradient may cancel (`may_cancel`).
+FEW_HEADS = 3
 
 
 def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_follows: bool) -> bool:
