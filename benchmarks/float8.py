@@ -28,7 +28,8 @@ WEIGHTS = 2.0**8
 # are off by up to 3e-2. cuDNN's output has 4 bits, too.
 TOLERANCES = {"linear_attention": 1e-2, "attention": 4e-2}
 TOLERANCE_OF_PEERS = 8e-2
-# What the library aims at, against float64 on the same inputs of 8 bits.
+# The largest error that the library aims at. It is measured against float64 on the same float8
+# inputs.
 LIMITS = {"linear_attention": 5e-3, "attention": 3e-2}
 
 # Each of so many columns of q and k is made so many times larger: outliers.
@@ -53,7 +54,7 @@ def quantised(arrays: Mapping[str, Any], scale: float | None = None) -> Arrays:
 
 
 def widened(arrays: Mapping[str, Any]) -> Arrays:
-    """The same values in float32, and no scales."""
+    """The arrays that a call without float8 takes: each value times its scale, in float32."""
     found = {name: array for name, array in arrays.items() if name != "scales"}
     for name, scale in zip("qkv", arrays["scales"], strict=True):
         found[name] = found[name].astype(jnp.float32) * scale[:, None, :, None]

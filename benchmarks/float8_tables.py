@@ -1,4 +1,4 @@
-"""What the suite `cliffs` says of float8 calls: tables of their times and of their errors.
+"""Makes the tables of the suite `cliffs` about float8 calls: one of times and one of errors.
 
 Rows without a time and rows that miss their target come first. A ratio is of two steady times of
 one run; where one of them is lacking there is none.
@@ -20,7 +20,7 @@ PEER = next(iter(float8.PEERS))
 # By contender the rows of one step, its own and those beside it.
 Rows = Mapping[str, results.Row | None]
 
-# What is said of a contender beside the row.
+# The words by which a table names a contender that was timed beside the row.
 NAMES = {BASE: "bfloat16", PLAIN: "without the option"}
 TIMES = "Float8 inputs beside bfloat16"
 HEAD = (

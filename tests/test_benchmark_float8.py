@@ -266,7 +266,7 @@ def test_rows_that_were_measured_apart_are_told_with_their_commit(
     assert "Measured on 2026-01-02 with commit commit 1, JAX 2." in table.notes[-1]
     assert "A copy ran at 0.00 TB/s." in table.notes[-1] and len(table.rows) == 1
     assert document.float8_apart(own, "another_card") == []
-    # What the card's own file has stands alone.
+    # Once the card's own file has float8 rows, the other file's are not shown.
     own.rows = rows
     assert document.float8_apart(own, "a_card") == [] and len(cliffs.findings(own)) == 1
     # The folder holds no file of a card's whole report.

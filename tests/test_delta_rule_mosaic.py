@@ -278,7 +278,7 @@ def test_cotangents_of_any_size(size: float) -> None:
 
 @pytest.mark.parametrize("layout", ["bthd", "bhtd"])
 def test_where_one_level_has_all_pairs(layout: str) -> None:
-    """Of chunks no half of which loses more than the limit in any channel."""
+    """A chunk takes one level if neither of its halves loses more than the limit in any channel."""
     arrays, options = draw(T=264, D=64, V=64, H=2, layout=layout, channel=True)
     decay = np.zeros((1, 264, 2, 64))
     decay[:, :128, 0] = LIMIT

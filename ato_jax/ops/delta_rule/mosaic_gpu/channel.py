@@ -42,7 +42,7 @@ from ato_jax.ops.delta_rule.spec import LEAST_DECAY, DeltaRuleSpec, Inputs
 
 # What float16 holds of log2 decays: from 185, that of `LEAST_DECAY`, down to 2e-7.
 UNIT = 2.0**-8
-# What is left of `LEAST_DECAY` there.
+# `LEAST_DECAY` as the kernels hold it: a float16 number, to base 2, over `UNIT`.
 LEAST = float(np.float16(LEAST_DECAY * frame.LOG2_E / UNIT))
 LEVELS = 6
 # To base 2. One level multiplies rows with factors from 2^-64 to 2^64 by numbers that are as small
@@ -121,8 +121,10 @@ def to_end() -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """The pairs whose steps are in neighbouring blocks of `size`; with `has_all`, of 32, also those
-    in one block."""
+    """The pairs of steps that lie in two neighbouring blocks of `size` steps.
+
+    With `has_all` the size is 32, and pairs within one block belong to the level, too.
+    """
 
     size: Any
     has_all: bool = False
@@ -139,11 +141,12 @@ class Level:
         return jnp.exp2(self._turned(exponents, first=True))
 
     def is_read(self, exponents: jax.Array) -> jax.Array:
-        """Those of rows that are read, likewise."""
+        """The factors of rows that are read, of the same exponents."""
         return jnp.exp2(self._turned(exponents, first=False))
 
     def _turned(self, exponents: jax.Array, first: bool) -> jax.Array:
-        """Of rows of the first of two blocks, or of the second, minus their exponents."""
+        """Changes the sign of the exponents in the rows of one block, which `first` selects. At a
+        level that does not have all pairs nothing is changed."""
         if not self.has_all:
             return exponents
         row = mosaic.hidden_position(0)

@@ -40,9 +40,11 @@ ENOUGH_ROWS_BOTH_WAYS = 2**17
 # forward + backward in ms, and Triton's: B8 H16 D32 0.362, 1.29 (0.475, 1.59), B8 H42 D24 1.01,
 # 3.68 (0.91, 3.59), B8 H7 D72 0.417, 1.71 (0.598, 2.22).
 LEAST_FILLED = 1 / 4
-# Of a tile of two heads with a decay per step or head: D24 took 1.08, 4.21 (1.29, 6.12).
+# The same share where a call has a decay per step or head, and two heads share a tile. With a decay
+# per step B8 H42 D24 took 1.08 and 4.21, and by Triton's kernels 1.29 and 6.12.
 LEAST_FILLED_WITH_A_DECAY = 1 / 8
-# With gates of channels and no gradients: B8 H16 D32 took 0.715 and by Triton's kernels 0.675.
+# The same share where a call has a decay per channel and no gradients are taken. B8 H16 D32 took
+# 0.715, and by Triton's kernels 0.675.
 LEAST_FILLED_BY_CHANNEL = 3 / 8
 # Elements of q, of which copies cost less than the kernels gain; and of wide heads in documents,
 # where Triton's kernels take twice the time.
