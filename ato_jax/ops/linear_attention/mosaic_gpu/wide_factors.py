@@ -49,17 +49,6 @@ class Factors(NamedTuple):
     # row's segment, or -1 if that lies ahead of the run; `last` is its last row, or `BEYOND`.
     first: jax.Array | None
     last: jax.Array | None
-    # [B, runs] int32; None but where each query sees its whole segment, without a decay. 1 for a
-    # run, other than the last, all of whose rows belong to one segment. Such rows read the state
-    # ahead of the next run, which contains their own run, and their `reads` is 1.
-    undivided: jax.Array | None = None
-
-    def of_vectors(self, of_chunk: jax.Array, of_run: jax.Array) -> jax.Array:
-        """The factors by which rows read z or u: `of_chunk`, since these are stored for each chunk,
-        or `of_run` in an undivided run."""
-        if self.undivided is None:
-            return of_chunk
-        return jnp.where(_of_rows(self.undivided) > 0, of_run, of_chunk)
 
 
 def factors_of(
@@ -82,7 +71,7 @@ def factors_of(
     seen: tuple[jax.Array, ...] | None = None
     first_rows = last_rows = None
     if borders.begun is not None:
-        first_rows, last_rows, seen = _of_segments(spec, borders)
+        first_rows, last_rows, seen = of_segments(spec, borders)
     of_rows = [jnp.exp2(x) for x in factors]
     if seen is None and not spec.causal:
         of_rows[2] = jnp.where(_exist(spec), of_rows[2], 0.0)
@@ -91,10 +80,6 @@ def factors_of(
     shape = spec.B, spec.G, -1
     flat = [jnp.broadcast_to(x, (spec.B, spec.G, *x.shape[2:])).reshape(shape) for x in of_rows]
     reads, behind, of_chunk, adds, keeps = flat
-    undivided = None
-    if borders.begun is not None and gates is None and not spec.causal:
-        undivided = _undivided(_in_runs(spec, borders.begun))
-        reads = jnp.where(_of_rows(undivided) > 0, 1.0, reads)
     return Factors(
         reads,
         behind,
@@ -104,21 +89,7 @@ def factors_of(
         None if gates is None else sums.reshape(shape),
         None if first_rows is None else first_rows.reshape(spec.B, -1),
         None if last_rows is None else last_rows.reshape(spec.B, -1),
-        undivided,
     )
-
-
-def _undivided(begun: jax.Array) -> jax.Array:
-    """`Factors.undivided`. `begun` [B, runs, chunks, C] counts the segments that begin in a chunk
-    up to each row. A segment that begins at the run's first row does not divide the run."""
-    borders = jnp.sum(begun[..., -1], axis=2) - begun[:, :, 0, 0]
-    number = jnp.arange(borders.shape[1], dtype=jnp.int32)
-    return ((borders == 0) & (number + 1 < borders.shape[1])).astype(jnp.int32)
-
-
-def _of_rows(of_runs: jax.Array) -> jax.Array:
-    """Repeats a number of each run, [B, runs], in the run's rows, [B, 1, rows]."""
-    return jnp.repeat(of_runs, RUN, axis=1)[:, None]
 
 
 def _in_runs(spec: LinearAttentionSpec, x: jax.Array, filler: float = 0.0) -> jax.Array:
@@ -131,7 +102,7 @@ def _in_runs(spec: LinearAttentionSpec, x: jax.Array, filler: float = 0.0) -> ja
     return x.reshape(*x.shape[:-1], -1, CHUNKS_OF_RUN, C)
 
 
-def _of_segments(
+def of_segments(
     spec: LinearAttentionSpec, borders: OfSequence
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """`Factors.first` and `Factors.last`, [B, runs, chunks, C]; and for each of the first five

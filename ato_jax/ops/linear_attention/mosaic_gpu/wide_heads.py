@@ -33,6 +33,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu import (
     causal_pieces,
     frame,
     powers,
+    wide_documents,
     wide_factors,
     wide_powers,
 )
@@ -90,17 +91,19 @@ class Kept(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Call:
     """What all walks of one call share. `deal` counts query heads. `factors` is None where the call
-    has neither a decay nor segments."""
+    has neither a decay nor segments, and where `documents` takes its place."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
     pieces: OfPieces | None
     borders: OfSequence
     factors: Factors | None
+    documents: wide_documents.OfRows | None
 
     @property
     def both_ways(self) -> bool:
-        return not self.spec.causal
+        """Whether states are stored of both sides of a run."""
+        return not self.spec.causal and self.documents is None
 
 
 def call_of(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> Call:
@@ -109,7 +112,9 @@ def call_of(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> Cal
     if gates is not None:
         pieces = of_pieces(spec, deal, gates, borders.begun)
         gates = pieces.gates
-    return Call(spec, deal, pieces, borders, factors_of(spec, gates, borders))
+    if frame.by_documents(spec):
+        return Call(spec, deal, pieces, borders, None, wide_documents.of_rows(spec, borders))
+    return Call(spec, deal, pieces, borders, factors_of(spec, gates, borders), None)
 
 
 def keep(spec: LinearAttentionSpec, config: Config, inputs: Inputs) -> Kept:
@@ -175,7 +180,12 @@ def backward(
         of_passes = _together(by.keys, of_sums.sums, *of_pairs)
     arrays = q, g, own, of_states
     states, of_initial = _walked(
-        call, "wide_query_states", *arrays, end, spec.initial_state, from_the_end=True
+        call,
+        "wide_query_states",
+        *arrays,
+        end,
+        spec.initial_state,
+        from_the_end=call.documents is None,
     )
     ahead = None
     if call.both_ways:
@@ -293,7 +303,8 @@ def _walked(
         of_chunk = factors.reads_of_chunk if from_the_end else factors.adds
         rows, keeps = _times(own, of_chunk), factors.keeps
     given = x, y, (kv, edges.k_sum), rows, keeps, of_states
-    return wide_states(spec, deal, name, *given, from_the_end), edges.end
+    steps = None if call.documents is None else call.documents.steps
+    return wide_states(spec, deal, name, *given, from_the_end, steps), edges.end
 
 
 def _rows_of_keys(spec: LinearAttentionSpec, of_piece: jax.Array | None) -> jax.Array:
@@ -307,11 +318,12 @@ def _with_factors(
 ) -> Arrays:
     """The arrays of a pass, with the factors of its rows and the states of the other side."""
     factors = call.factors
+    if call.documents is not None:
+        return _with_documents(call.spec, given, call.documents, from_the_end)
     if factors is None:
         return given
-    of_vectors = factors.of_vectors
-    ahead = factors.first, factors.reads, of_vectors(factors.reads_of_chunk, factors.reads)
-    behind = factors.last, factors.reads_behind, of_vectors(factors.adds, factors.reads_behind)
+    ahead = factors.first, factors.reads, factors.reads_of_chunk
+    behind = factors.last, factors.reads_behind, factors.adds
     own, other = (behind, ahead) if from_the_end else (ahead, behind)
     given = given._replace(sums=factors.sums, limit=own[0], reads=own[1])
     makes_z = given.reader is not None and not from_the_end and call.spec.normalize
@@ -320,7 +332,20 @@ def _with_factors(
     if beyond is None:
         return given
     side = Beyond(*beyond, *other[:2], other[2] if makes_z else None)
-    return given._replace(beyond=side, undivided=factors.undivided)
+    return given._replace(beyond=side)
+
+
+def _with_documents(
+    spec: LinearAttentionSpec, given: Arrays, found: wide_documents.OfRows, from_the_end: bool
+) -> Arrays:
+    """The arrays of a pass whose rows read the sums over their document."""
+    makes_z = given.reader is not None and not from_the_end and spec.normalize
+    of_chunk = found.reads_of_chunk if makes_z else (None, None)
+    limits = (found.last, found.first) if from_the_end else (found.first, found.last)
+    (first, last), (reads, others) = limits, found.reads
+    side = Beyond(given.states, given.vectors, last, others, of_chunk[1])
+    own = {"limit": first, "reads": reads, "reads_of_chunk": of_chunk[0]}
+    return given._replace(**own, beyond=side, documents=found.documents)
 
 
 def _together(*of_heads: jax.Array) -> jax.Array:

@@ -76,7 +76,7 @@ def write_unit(runs: Runs, item: Item) -> None:
         carried = lax.fori_loop(0, own_turn, one, carried)
         of_own_turn = functools.partial(one, in_two_parts=True)
         if runs.both_ways:
-            behind = jnp.minimum(own_turn + 1, turns)  # an undivided run has no turns
+            behind = jnp.minimum(own_turn + 1, turns)  # a run without pairs has no turns
             carried = lax.fori_loop(own_turn, behind, of_own_turn, carried)
             carried = lax.fori_loop(behind, turns, one, carried)
         else:
@@ -90,10 +90,10 @@ def write_unit(runs: Runs, item: Item) -> None:
     if runs.of is Pass.DQ:
         k_slot = own.ring.slot(runs.tile_of_chunk(item, own_turn, 1))
         write_query_gradient(runs, item, found, reader, k_slot, mine, flows)
-        if runs.arrays.undivided is None:
-            runs.let_go(k_slot)
+        if runs.of_documents:
+            pl.when(runs.has_pairs(item))(functools.partial(runs.let_go, k_slot))
         else:
-            pl.when(~runs.is_undivided(item))(functools.partial(runs.let_go, k_slot))
+            runs.let_go(k_slot)
     elif runs.of is Pass.DK:
         write_key_gradient(runs, item, found, reader, mine.powers)
     else:
@@ -169,11 +169,34 @@ def read_both_states(
     return tuple(found), flows
 
 
+def read_documents(runs: Runs, item: Item, own: Powers | None) -> Found:
+    """x T times the row's factor, of the run's first document, and of its last one if there is
+    another; 64 columns of T at a time."""
+    x, reads = runs.x.at[mosaic.group()], reads_of_states(runs, item, own)
+
+    def times_block(block: int, side: int) -> jax.Array:
+        slot, turned = runs.wait(runs.tile_of_state(item, block, side)), runs.turns_states
+        tile = runs.turned.at[slot] if turned else runs.tiles.at[slot]
+        (part,) = multiply((mosaic.zeros(C, HALF), runs.factors(x, tile, turned)))
+        runs.let_go(slot)
+        return times(part, reads[side])
+
+    found = tuple(times_block(block, 0) for block in range(runs.blocks))
+
+    def with_last() -> Found:
+        return tuple(part + times_block(block, 1) for block, part in enumerate(found))
+
+    total: Found = lax.cond(runs.has_last(item), with_last, lambda: found)
+    return total
+
+
 def read_state(
     runs: Runs, item: Item, own: Powers | None
 ) -> tuple[Found, list[wide_run_flows.OfSide]]:
     """x T times the row's factor, 64 rows of T at a time; and the row's sums for a decay's
     gradient, where the pass computes them."""
+    if runs.of_documents:
+        return read_documents(runs, item, own), []
     if runs.both_ways:
         return read_both_states(runs, item, own)
     x = runs.x.at[mosaic.group()]
@@ -372,16 +395,25 @@ def write_query_gradient(
     # sees each key of its chunk (in two parts), for the sum z.
     last = range(1 + runs.in_two_parts)
     seen = [runs.block_in(x, runs.blocks - 1 - part) for part in last]
-    if runs.normalizes:
+    reads = [of_own(runs, item, ref) for ref in runs.reads_of_chunk]
+
+    def leave_seen() -> None:
         own_sums = sums_of_seen(runs, item, mine.chunk)
         ones, visible = mosaic.zeros(C, C) + 1.0, mine._replace(powers=None)
         left = weights_of(runs, ones, visible, mine.chunk, own_sums)
+        if runs.of_documents:
+            # z of all other rows is that of a document that is not inside the chunk.
+            left = times(left, 1.0 - reads[0] - reads[1])
         for part in seen:
             rounded = mosaic.rounded(left, runs.tiling.dtype)
             part[...] = rounded
             left = left - rounded.astype(F32)
         plgpu.commit_smem()
-    reads = [of_own(runs, item, ref) for ref in runs.reads_of_chunk]
+
+    if runs.normalizes and runs.of_documents:
+        pl.when(runs.has_pairs(item))(leave_seen)
+    elif runs.normalizes:
+        leave_seen()
 
     def z_of(block: int) -> jax.Array:
         """64 columns of z_i for each own row: the sum of phi(k) over all keys that it sees."""
@@ -392,9 +424,9 @@ def write_query_gradient(
             (z,) = multiply((ahead, [(part, own_k) for part in reversed(seen)]))
             return z
 
-        if runs.arrays.undivided is None:
+        if not runs.of_documents:
             return with_own_chunk()
-        found: jax.Array = lax.cond(runs.is_undivided(item), lambda: ahead, with_own_chunk)
+        found: jax.Array = lax.cond(runs.has_pairs(item), with_own_chunk, lambda: ahead)
         return found
 
     def features_of(block: int) -> tuple[jax.Array, jax.Array]:

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from ato_jax import device, mosaic
 from ato_jax.mosaic import F32, HALF, Array, Buffer, Item, Ring, Role, Signal
 from ato_jax.mosaic.tiles import tiled
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, row_copies
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, row_copies, wide_documents
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_arrays import Arrays, Pass
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
@@ -270,21 +270,30 @@ class Runs:
         behind = jnp.clip(self.chunks - (item.piece + 1) * UNIT, 0, UNIT)
         return jnp.where(is_first, behind, UNIT)
 
-    def is_undivided(self, item: Item) -> Any:
-        """Whether the unit's run lies inside one segment, and another run follows. Its rows then
-        read two states and no pairs: the state behind the run, and the state ahead of the next run,
-        which contains the run itself."""
-        if self.arrays.undivided is None:
-            return False
+    @property
+    def of_documents(self) -> bool:
+        """Whether the states are the sums over whole documents (`wide_documents.py`). Side 0 is the
+        first document of a run, and side 1 the last one."""
+        return self.arrays.documents is not None
+
+    def of_run(self, item: Item, field: int) -> Any:
+        """One of the numbers of the unit's run in `Documents.runs`."""
         run = lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
-        return self.arrays.undivided[item.batch, run] > 0
+        return self.arrays.documents.runs[item.batch, run, field]
+
+    def has_last(self, item: Item) -> Any:
+        """Whether rows read the state of the run's last document, too."""
+        return self.of_run(item, wide_documents.STATE + 1) >= 0
+
+    def has_pairs(self, item: Item) -> Any:
+        """Whether rows see others of their run pair by pair."""
+        return not self.of_documents or self.of_run(item, wide_documents.PAIRS) > 0
 
     def run_of_states(self, item: Item, side: int) -> Any:
         """The run whose state the unit reads on a side."""
-        run = lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
-        if self.is_behind(side) or self.arrays.undivided is None:
-            return run
-        return run + self.is_undivided(item).astype(jnp.int32)
+        if self.of_documents:
+            return self.of_run(item, wide_documents.STATE + side)
+        return lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
 
     def is_behind(self, side: int) -> bool:
         """Whether the states of a side contain the rows behind a run."""
@@ -294,7 +303,7 @@ class Runs:
         """The number of chunks of the run whose y and p the unit loads."""
         if self.both_ways:
             turns = self.last_of_run(item) - self.first_of_run(item) + 1
-            return jnp.where(self.is_undivided(item), 0, turns)
+            return jnp.where(self.has_pairs(item), turns, 0) if self.of_documents else turns
         if self.from_the_end:
             return self.last_of_run(item) - item.piece * UNIT + 1
         last = jnp.minimum(item.piece * UNIT + UNIT - 1, self.chunks - 1)
@@ -302,10 +311,16 @@ class Runs:
 
     def tiles_of(self, item: Item) -> Any:
         """The number of tiles that a unit takes from the ring."""
-        return self.tiles_ahead + 2 * self.turns(item) + self.readers
+        return self.tiles_ahead(item) + 2 * self.turns(item) + self.readers
 
     @property
-    def tiles_of_states(self) -> int:
+    def first_tiles_of_states(self) -> int:
+        """The number of tiles of states that all units have."""
+        return self.blocks * (1 if self.of_documents else self.sides)
+
+    def tiles_of_states(self, item: Item) -> Any:
+        if self.of_documents:
+            return jnp.where(self.has_last(item), 2 * self.blocks, self.blocks)
         return self.sides * self.blocks
 
     @property
@@ -313,10 +328,9 @@ class Runs:
         """The number of tiles of `Arrays.reader` that also come ahead of those of chunks."""
         return UNIT if self.adds_flows and self.of is Pass.DQ and not self.both_ways else 0
 
-    @property
-    def tiles_ahead(self) -> int:
+    def tiles_ahead(self, item: Item) -> Any:
         """The number of tiles that come ahead of those of chunks."""
-        return self.tiles_of_states + self.first_readers
+        return self.tiles_of_states(item) + self.first_readers
 
     def chunk(self, item: Item, turn: Any) -> Any:
         """The number in the sequence of the chunk at `turn`: the unit's own chunks come last."""
@@ -347,30 +361,30 @@ class Runs:
 
     def chunk_of_vectors(self, item: Item, own: Any, side: int = 0) -> Any:
         """The chunk whose z or u a warpgroup's rows read. DQ computes z of each row from that of
-        the row's own chunk; the other passes, and undivided runs, read that of the run."""
-        if self.is_behind(side):
-            found = self.last_of_run(item)
-        else:
-            found = self.run_of_states(item, side) * CHUNKS_OF_RUN
-        if self.of is not Pass.DQ:
-            return found
-        own_chunk = self.own_chunk(item, own)
-        if self.arrays.undivided is None:
+        the row's own chunk; the other passes read that of the run."""
+        if self.of is Pass.DQ:
+            own_chunk = self.own_chunk(item, own)
+            if self.of_documents:
+                return self.arrays.documents.chunks[item.batch, own_chunk, side]
             return own_chunk
-        return jnp.where(self.is_undivided(item), found, own_chunk)
+        if self.of_documents:
+            return self.of_run(item, wide_documents.VECTOR + side)
+        return self.last_of_run(item) if self.is_behind(side) else self.first_of_run(item)
 
     def tile_of_state(self, item: Item, block: int, side: int = 0) -> Any:
+        if self.of_documents:
+            return item.before + side * self.blocks + block
         return item.before + block * self.sides + side
 
     def tile_of_chunk(self, item: Item, turn: Any, number: int) -> Any:
         """`number`: 0 of y, 1 of p."""
-        return item.before + self.tiles_ahead + 2 * turn + number
+        return item.before + self.tiles_ahead(item) + 2 * turn + number
 
     def tile_of_reader(self, item: Item, own: Any) -> Any:
-        return item.before + self.tiles_ahead + 2 * self.turns(item) + own
+        return item.before + self.tiles_ahead(item) + 2 * self.turns(item) + own
 
     def tile_of_first_reader(self, item: Item, own: Any) -> Any:
-        return item.before + self.tiles_of_states + own
+        return item.before + self.tiles_of_states(item) + own
 
     def kv_head(self, item: Item) -> Any:
         return lax.div(item.head, self.spec.H // self.spec.G)

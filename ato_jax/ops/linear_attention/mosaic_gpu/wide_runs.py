@@ -175,7 +175,10 @@ def load_unit(runs: Runs, item: Item) -> None:
         tiling.copy_tile(ref, item, rows_of(chunk), head, tiles, slot, loaded)
 
     def load_state(number: int) -> None:
-        block, side = divmod(number, runs.sides)
+        if runs.of_documents:
+            side, block = divmod(number, runs.blocks)
+        else:
+            block, side = divmod(number, runs.sides)
         tile = runs.tile_of_state(item, block, side)
         own.ring.acquire(tile)
         slot = own.ring.slot(tile)
@@ -189,7 +192,8 @@ def load_unit(runs: Runs, item: Item) -> None:
 
     # These tiles are loaded into the ring before x has its place in shared memory. More of them
     # would deadlock: OWN frees no tile before x of its rows is loaded.
-    first = min(runs.slots, runs.tiles_of_states)
+    count = runs.first_tiles_of_states
+    first = min(runs.slots, count)
     for number in range(first):
         load_state(number)
     for number in range(UNIT):
@@ -204,8 +208,15 @@ def load_unit(runs: Runs, item: Item) -> None:
         if runs.held is not None:
             held = own.held, number, own.held_loaded
             tiling.copy_tile(runs.held, item, rows_of(chunk), head, *held)
-    for number in range(first, runs.tiles_of_states):
+    for number in range(first, count):
         load_state(number)
+    if runs.of_documents:
+
+        @pl.when(runs.has_last(item))
+        def _() -> None:
+            for number in range(count, 2 * count):
+                load_state(number)
+
     for number in range(runs.first_readers):
         tile, chunk = runs.tile_of_first_reader(item, number), runs.own_chunk(item, number)
         load_rows(tile, arrays.reader, chunk, runs.own_head(item))
@@ -228,8 +239,15 @@ def features(passes: Sequence[Runs]) -> None:
 def map_unit(runs: Runs, item: Item) -> None:
     """Maps y or p of each chunk. FEATURES waits for all other tiles, too, and releases them: each
     phase of a barrier has to be awaited before the slot is filled again."""
-    for number in range(runs.tiles_ahead):
+    for number in range(runs.first_tiles_of_states + runs.first_readers):
         runs.let_go(runs.wait(item.before + number))
+    if runs.of_documents:
+
+        @pl.when(runs.has_last(item))
+        def _() -> None:
+            for number in range(runs.blocks):
+                runs.let_go(runs.wait(runs.tile_of_state(item, number, 1)))
+
 
     def map_chunk(turn: Any, _: None) -> None:
         inverse = None

@@ -55,7 +55,13 @@ from ato_jax.mosaic import (
 )
 from ato_jax.mosaic.roles import workers_registers
 from ato_jax.mosaic.tiles import tiled
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, wide_powers
+from ato_jax.ops.linear_attention.mosaic_gpu import (
+    feature_maps,
+    frame,
+    row_copies,
+    wide_documents,
+    wide_powers,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_sums import blocks_of_state
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
@@ -128,7 +134,8 @@ class Walk:
 
     `deal` counts each part of a state as a head. `rows` are float32 vectors with a number for each
     row: inverse and e of queries, or a factor of keys; and last, if `has_keeps`, the factor of the
-    sums ahead of the row's chunk. `powers` [B, heads, 2] are the powers of two of keys and sums."""
+    sums ahead of the row's chunk. `powers` [B, heads, 2] are the powers of two of keys and sums.
+    `steps` are those of `wide_documents.OfRows`; None where the sums are not those of documents."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
@@ -142,6 +149,7 @@ class Walk:
     start_vector: Any
     rows: Sequence[Any]
     powers: Any
+    steps: Any
     states: Any
     vectors: Any
 
@@ -191,6 +199,7 @@ def wide_states(
     keeps: jax.Array | None = None,
     powers: jax.Array | None = None,
     from_the_end: bool = False,
+    steps: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the walk. It returns S or R of each run, [B, heads, runs, F, V] in the dtype of
     tiles, and z or u of each chunk, [B, heads, 4 runs, F] in float32.
@@ -207,6 +216,8 @@ def wide_states(
         of `of_rows`.
       powers: [B, heads, 2] in float32, where the dtype is float16: of phi(k), and of the sums.
       from_the_end: whether the walk goes from the last chunk to the first.
+      steps: [B, chunks, 5], of `wide_documents.OfRows`, for the sums over each document, stored
+        where `wide_documents.py` says. The places of other runs and chunks are not written.
     """
     heads, of_queries = deal.heads, len(of_rows) == 2
     deal = dataclasses.replace(deal, heads=heads * parts_of_state(spec))
@@ -214,8 +225,9 @@ def wide_states(
 
     def bind(refs: Sequence[Any], own: Storage) -> Walk:
         x, y, start, start_vector, *own_rows, states, vectors = refs
+        own_steps = own_rows.pop() if steps is not None else None
         own_powers = own_rows.pop() if powers is not None else None
-        arrays = x, y, start, start_vector, own_rows, own_powers, states, vectors
+        arrays = x, y, start, start_vector, own_rows, own_powers, own_steps, states, vectors
         return Walk(spec, deal, own, of_queries, from_the_end, keeps is not None, *arrays)
 
     runs = runs_of(spec)
@@ -226,7 +238,7 @@ def wide_states(
     sums = sums_of(spec)
     roles, parts = mosaic.Roles((sums, MEMORY)), ((MEMORY, memory), (sums, add_up))
     program = mosaic.Program(roles, storage_of(spec, sums, len(rows)), parts, bind)
-    arrays = x, y, *start, *rows, *([] if powers is None else [powers])
+    arrays = x, y, *start, *rows, *(given for given in (powers, steps) if given is not None)
     found: tuple[jax.Array, jax.Array] = mosaic.launch(
         frame.name_of(name), program, deal, out_type, arrays
     )
@@ -287,12 +299,15 @@ def add_up(walk: Walk) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def map_keys(walk: Walk, item: Item, x: jax.Array, slot: Any) -> tuple[jax.Array, jax.Array]:
-    """phi(k)^T [64, C], and its sum over the chunk's rows [64], which is added to z."""
+def map_keys(
+    walk: Walk, item: Item, x: jax.Array, slot: Any, here: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """phi(k)^T [64, C], and its sum over the chunk's rows [64], which is added to z. `here` says
+    which rows count."""
     maps, tiling = feature_maps.features(walk.spec), walk.tiling
     first = walk.block_of(item, mosaic.group()) * HALF if tiling.is_filled else 0
     power = walk.power(item, wide_powers.KEYS)
-    if not walk.rows and power is None:
+    if not walk.rows and power is None and here is None:
         phi = maps.transposed_keys(x, first)
         return phi, jnp.sum(phi.astype(F32), axis=1)
     phi = maps.unrounded_transposed_keys(x, first)
@@ -302,21 +317,25 @@ def map_keys(walk: Walk, item: Item, x: jax.Array, slot: Any) -> tuple[jax.Array
         if not maps.slope_is_known:
             # Behind the last row the factor is 0, but phi(0) need not be finite.
             phi = jnp.where(factor > 0, phi, 0.0)
+    if here is not None:
+        phi = jnp.where(here, phi, 0.0)
     phi = mosaic.rounded(phi if power is None else phi * power, tiling.dtype)
     return phi, jnp.sum(phi.astype(F32), axis=1)
 
 
 def map_queries(
-    walk: Walk, item: Item, x: jax.Array, slot: Any, place: Any
+    walk: Walk, item: Item, x: jax.Array, slot: Any, place: Any, here: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """phi'^T [64, C], and the chunk's term of u [64]."""
+    """phi'^T [64, C], and the chunk's term of u [64]. `here` says which rows count."""
     spec, maps = walk.spec, feature_maps.features(walk.spec)
     inverse, e = (load(walk.own.rows.at[slot, number], OF_COLUMNS) for number in range(2))
     first = walk.block_of(item, mosaic.group()) * HALF
     phi = maps.unrounded_transposed_queries(x, first)
     phi = phi * mosaic.in_rows(inverse, HALF)
     e = mosaic.in_rows(e, HALF)
-    if spec.T % C and not maps.slope_is_known:
+    if here is not None:
+        phi, e = jnp.where(here, phi, 0.0), jnp.where(here, e, 0.0)
+    elif spec.T % C and not maps.slope_is_known:
         # Behind the last row g and e are 0, but phi(0) inverse may be large or not finite.
         here = mosaic.hidden_position(1) < spec.T - item.first_row - place * C
         phi, e = jnp.where(here, phi, 0.0), jnp.where(here, e, 0.0)
@@ -341,6 +360,8 @@ def sum_piece(walk: Walk, item: Item) -> None:
         sums, vector = carried
         place = walk.place_of(item, chunk)
         slot, number = own.chunks.slot(item.before + chunk), first_chunk + place
+        if walk.steps is not None:
+            return sum_documents(walk, item, number, slot, carried)
         begins = lax.rem(place, CHUNKS_OF_RUN) == (CHUNKS_OF_RUN - 1 if walk.from_the_end else 0)
         pl.when(begins | (chunk == 0))(
             lambda: store_sums(walk, item, lax.div(number, CHUNKS_OF_RUN), sums)
@@ -364,6 +385,51 @@ def sum_piece(walk: Walk, item: Item) -> None:
     lax.fori_loop(0, item.chunks, sum_chunk, (sums, vector))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     own.start_free.arrive()
+
+
+def sum_documents(
+    walk: Walk, item: Item, number: Any, slot: Any, carried: tuple[tuple[jax.Array, ...], Any]
+) -> tuple[tuple[jax.Array, ...], Any]:
+    """Completes the sums over the document of the chunk's first row, and begins those over the
+    document of its last row. `number` is the chunk's number in the sequence."""
+    own, worker, row = walk.own, mosaic.group(), mosaic.hidden_position(1)
+    of_block = pl.ds(walk.block_of(item, worker) * HALF, HALF)
+    at_vector = walk.vectors.at[item.batch, walk.head_of(item), number, of_block]
+    sums, vector = carried
+
+    def step(field: int) -> Any:
+        return walk.steps[item.batch, number, field]
+
+    def add(here: jax.Array, keep: Any, sums: Any, vector: Any) -> tuple[Any, Any]:
+        keep = keep.astype(F32)
+        x = mosaic.load_transposed(own.x.at[slot, worker])
+        if walk.of_queries:
+            phi, added = map_queries(walk, item, x, slot, None, here)
+        else:
+            phi, added = map_keys(walk, item, x, slot, here)
+        blocks = walk.tiling.all_in(tiled(own.y).at[slot])
+        sums = (part * keep for part in sums)
+        sums = multiply(*((part, [(phi, y)]) for part, y in zip(sums, blocks, strict=True)))
+        return tuple(sums), vector * keep + added
+
+    end, begin, keeps = (
+        step(field) for field in (wide_documents.END, wide_documents.BEGIN, wide_documents.KEEPS)
+    )
+    own.chunks.produced.wait(slot)
+
+    def complete() -> tuple[Any, Any]:
+        found, of_document = add(row <= end, step(wide_documents.GOES_ON), sums, vector)
+        at_vector[...] = of_document
+        pl.when(step(wide_documents.STORES) > 0)(
+            lambda: store_sums(walk, item, lax.div(number, CHUNKS_OF_RUN), found)
+        )
+        return found, of_document
+
+    sums, vector = lax.cond(end >= 0, complete, lambda: (sums, vector))
+    found = add(row >= begin, keeps, sums, vector)
+    plgpu.commit_smem()  # the reads of this slot finish before the next load overwrites it
+    own.chunks.consumed.arrive(slot)
+    return found
 
 
 def store_sums(walk: Walk, item: Item, run: Any, sums: Sequence[jax.Array]) -> None:
