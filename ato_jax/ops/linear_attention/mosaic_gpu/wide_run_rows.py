@@ -86,13 +86,21 @@ def write_unit(runs: Runs, item: Item) -> None:
     found, den = carried
     skip = functools.partial(skip_chunk, runs, item)
     lax.fori_loop(turns, runs.turns(item), skip, None)
+    if runs.of_documents:
+        add_last = functools.partial(add_last_document, runs, item, mine.powers)
+        found = lax.cond(runs.has_last(item), add_last, lambda found: found, found)
+    if runs.rereads_keys:
+        pl.when(runs.has_pairs(item))(functools.partial(await_keys, runs, item))
     reader = await_reader(runs, item)
     if runs.of is Pass.DQ:
-        k_slot = own.ring.slot(runs.tile_of_chunk(item, own_turn, 1))
-        write_query_gradient(runs, item, found, reader, k_slot, mine, flows)
         if runs.of_documents:
-            pl.when(runs.has_pairs(item))(functools.partial(runs.let_go, k_slot))
+            k_slot = own.ring.slot(runs.tile_of_key(item, mosaic.group()))
         else:
+            k_slot = own.ring.slot(runs.tile_of_chunk(item, own_turn, 1))
+        write_query_gradient(runs, item, found, reader, k_slot, mine, flows)
+        if runs.rereads_keys:
+            pl.when(runs.has_pairs(item))(functools.partial(runs.let_go, k_slot))
+        elif not runs.of_documents:
             runs.let_go(k_slot)
     elif runs.of is Pass.DK:
         write_key_gradient(runs, item, found, reader, mine.powers)
@@ -128,11 +136,14 @@ def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
         part[...] = phi
         if runs.normalizes:
             phi = phi.astype(F32)
-            dens = [
-                den + jnp.sum(phi * vector_of(runs, item, block, side), axis=1)
-                for side, den in enumerate(dens)
-            ]
+            # The last document's z is read only where there is one.
+            for side in range(1 if runs.of_documents else runs.sides):
+                vector = vector_of(runs, item, block, side)
+                dens[side] = dens[side] + jnp.sum(phi * vector, axis=1)
     plgpu.commit_smem()
+    if runs.normalizes and runs.of_documents:
+        of_last = functools.partial(den_of_last, runs, item, dens[1])
+        dens[1] = lax.cond(runs.has_last(item), of_last, lambda: dens[1])
     if own is not None:
         dens = [den * own.pairs for den in dens]
     if runs.normalizes:
@@ -142,6 +153,14 @@ def map_rows(runs: Runs, item: Item, own: Powers | None) -> Any:
             for den, own_factor in zip(dens, factors, strict=True)
         ]
     return functools.reduce(jnp.add, dens)
+
+
+def den_of_last(runs: Runs, item: Item, den: jax.Array) -> jax.Array:
+    """Adds phi(q) . z of the run's last document, [64]."""
+    for block in range(runs.blocks):
+        phi = load(runs.block_in(runs.x.at[mosaic.group()], block)).astype(F32)
+        den = den + jnp.sum(phi * vector_of(runs, item, block, 1), axis=1)
+    return den
 
 
 def read_both_states(
@@ -169,25 +188,33 @@ def read_both_states(
     return tuple(found), flows
 
 
-def read_documents(runs: Runs, item: Item, own: Powers | None) -> Found:
-    """x T times the row's factor, of the run's first document, and of its last one if there is
-    another; 64 columns of T at a time."""
-    x, reads = runs.x.at[mosaic.group()], reads_of_states(runs, item, own)
+def add_last_document(runs: Runs, item: Item, own: Powers | None, found: Found) -> Found:
+    """Adds x T of the run's last document, in its rows. x becomes 0 in all other rows, so that the
+    products are added in place: registers have no room for a second sum."""
+    x = runs.x.at[mosaic.group()]
+    reads = of_own(runs, item, runs.reads[1])
+    for block in range(runs.blocks):
+        part = runs.block_in(x, block)
+        part[...] = times(load(part).astype(F32), reads).astype(runs.tiling.dtype)
+    plgpu.commit_smem()
+    if own is not None:
+        found = tuple(times(part, 1.0 / own.state) for part in found)
+    for block in range(runs.blocks):
+        found = add_block_of_state(runs, item, block, 1, found)
+    return found if own is None else tuple(times(part, own.state) for part in found)
 
-    def times_block(block: int, side: int) -> jax.Array:
-        slot, turned = runs.wait(runs.tile_of_state(item, block, side)), runs.turns_states
-        tile = runs.turned.at[slot] if turned else runs.tiles.at[slot]
-        (part,) = multiply((mosaic.zeros(C, HALF), runs.factors(x, tile, turned)))
-        runs.let_go(slot)
-        return times(part, reads[side])
 
-    found = tuple(times_block(block, 0) for block in range(runs.blocks))
-
-    def with_last() -> Found:
-        return tuple(part + times_block(block, 1) for block, part in enumerate(found))
-
-    total: Found = lax.cond(runs.has_last(item), with_last, lambda: found)
-    return total
+def add_block_of_state(runs: Runs, item: Item, block: int, side: int, found: Found) -> Found:
+    """Adds the product of 64 columns of x with 64 rows of T."""
+    slot = runs.wait(runs.tile_of_state(item, block, side))
+    tile = runs.turned.at[slot] if runs.turns_states else runs.tiles.at[slot]
+    factors = [runs.part_in(tile, columns, runs.turns_states) for columns in runs.parts]
+    factors = [factor.T if runs.turns_states else factor for factor in factors]
+    part = runs.block_in(runs.x.at[mosaic.group()], block)
+    sums = ((start, [(part, own)]) for start, own in zip(found, factors, strict=True))
+    found = multiply(*sums)
+    runs.let_go(slot)
+    return found
 
 
 def read_state(
@@ -195,23 +222,12 @@ def read_state(
 ) -> tuple[Found, list[wide_run_flows.OfSide]]:
     """x T times the row's factor, 64 rows of T at a time; and the row's sums for a decay's
     gradient, where the pass computes them."""
-    if runs.of_documents:
-        return read_documents(runs, item, own), []
-    if runs.both_ways:
+    if runs.reads_both:
         return read_both_states(runs, item, own)
-    x = runs.x.at[mosaic.group()]
     found = tuple(mosaic.zeros(C, columns.size) for columns in runs.parts)
     for block in range(runs.blocks):
-        slot = runs.wait(runs.tile_of_state(item, block))
-        turned = not runs.by_values
-        tile = runs.turned.at[slot] if turned else runs.tiles.at[slot]
-        factors = [runs.part_in(tile, columns, turned) for columns in runs.parts]
-        factors = [factor.T if turned else factor for factor in factors]
-        part = runs.block_in(x, block)
-        sums = ((start, [(part, own)]) for start, own in zip(found, factors, strict=True))
-        found = multiply(*sums)
-        runs.let_go(slot)
-    (reads,) = reads_of_states(runs, item, own)
+        found = add_block_of_state(runs, item, block, 0, found)
+    reads = reads_of_states(runs, item, own)[0]
     found = tuple(times(part, reads) for part in found)
     if not runs.adds_flows:
         return found, []
@@ -318,7 +334,7 @@ def add_chunk(
     found = multiply(*sums)
     if raised is not None:
         found = tuple(times(part, 1.0 / raised) for part in found)
-    if runs.of is not Pass.DQ:
+    if runs.of is not Pass.DQ or runs.of_documents:
         runs.let_go(p_slot)
     else:
         # `write_query_gradient` reads the keys of the own chunk once more.
@@ -348,6 +364,14 @@ def skip_chunk(runs: Runs, item: Item, turn: Any, _: None) -> None:
         if number == (0 if runs.by_values else 1):
             runs.own.mapped.wait(slot)
         runs.let_go(slot)
+
+
+def await_keys(runs: Runs, item: Item) -> None:
+    """Waits for k of the unit's rows, and releases that of the other warpgroup's rows."""
+    for other in range(UNIT):
+        slot = runs.wait(runs.tile_of_key(item, other))
+        runs.own.mapped.wait(slot)
+        pl.when(other != mosaic.group())(functools.partial(runs.let_go, slot))
 
 
 def await_reader(runs: Runs, item: Item) -> Any:

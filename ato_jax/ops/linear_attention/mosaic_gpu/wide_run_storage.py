@@ -67,6 +67,7 @@ class Runs:
     left: Any = None  # `Left`
     own: Any = None  # `Storage`
     joined: bool = False  # whether DV and DK share a launch, and so the storage of DK
+    unit: Any = None  # numbers of the unit's run that are already loaded, by their field
 
     @property
     def tiling(self) -> row_copies.ByBlocks:
@@ -92,17 +93,23 @@ class Runs:
 
     @property
     def turns_states(self) -> bool:
-        """Whether tiles of T lie as [D, 64]. Where rows see one side, a tile has 64 rows of T, and
-        x T is one sum over all tiles; DQ and DK read T transposed. Where rows see both sides, each
-        side has its own factor, so a tile has 64 columns of T and a sum of its own.
+        """Whether tiles of T lie as [D, 64]. Where rows read one state, or one for each document, a
+        tile has 64 rows of T, and x T is one sum over all tiles; DQ and DK read T transposed. Where
+        rows read the states of both sides, each side has its own factor, so a tile has 64 columns
+        of T and a sum of its own.
         """
-        return self.by_values if self.both_ways else not self.by_values
+        return self.by_values if self.reads_both else not self.by_values
+
+    @property
+    def reads_both(self) -> bool:
+        """Whether each row reads the state on either side of its run."""
+        return self.both_ways and not self.of_documents
 
     @property
     def parts(self) -> list[Any]:
         """The parts of found's columns, each the result of one product. DV with flows has two
         products [64, 64] in registers beside found, and spills fewer registers with 64 columns."""
-        in_halves = self.both_ways or self.tiling.untiled or self.of is Pass.DV and self.adds_flows
+        in_halves = self.reads_both or self.tiling.untiled or self.of is Pass.DV and self.adds_flows
         most = HALF if in_halves else MOST_COLUMNS
         firsts = range(0, self.spec.D, most)
         return [pl.ds(first, min(most, self.spec.D - first)) for first in firsts]
@@ -221,6 +228,12 @@ class Runs:
         return 0 if self.arrays.reader is None or self.holds_queries else UNIT
 
     @property
+    def rereads_keys(self) -> bool:
+        """Whether a unit with pairs loads k of its own rows again, for z. Elsewhere its slot of the
+        ring is kept from the pairs on; too many tiles come behind that for it here."""
+        return self.of_documents and self.of is Pass.DQ and self.normalizes
+
+    @property
     def slots(self) -> int:
         """The slots of the ring: those that fit beside x and `held`."""
         return SHARED // (2 * C * self.spec.D) - UNIT * (1 + self.holds)
@@ -278,8 +291,17 @@ class Runs:
 
     def of_run(self, item: Item, field: int) -> Any:
         """One of the numbers of the unit's run in `Documents.runs`."""
+        if self.unit is not None and field in self.unit:
+            return self.unit[field]
         run = lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
         return self.arrays.documents.runs[item.batch, run, field]
+
+    def in_unit(self, item: Item) -> Runs:
+        """With the numbers loaded that say how many tiles a unit has."""
+        if not self.of_documents:
+            return self
+        fields = wide_documents.STATE + 1, wide_documents.PAIRS
+        return dataclasses.replace(self, unit={field: self.of_run(item, field) for field in fields})
 
     def has_last(self, item: Item) -> Any:
         """Whether rows read the state of the run's last document, too."""
@@ -311,26 +333,29 @@ class Runs:
 
     def tiles_of(self, item: Item) -> Any:
         """The number of tiles that a unit takes from the ring."""
-        return self.tiles_ahead(item) + 2 * self.turns(item) + self.readers
+        return self.tile_of_reader(item, self.readers) - item.before
 
     @property
-    def first_tiles_of_states(self) -> int:
-        """The number of tiles of states that all units have."""
+    def tiles_of_states(self) -> int:
+        """The number of tiles of states that come first."""
         return self.blocks * (1 if self.of_documents else self.sides)
 
-    def tiles_of_states(self, item: Item) -> Any:
-        if self.of_documents:
-            return jnp.where(self.has_last(item), 2 * self.blocks, self.blocks)
-        return self.sides * self.blocks
 
     @property
     def first_readers(self) -> int:
         """The number of tiles of `Arrays.reader` that also come ahead of those of chunks."""
         return UNIT if self.adds_flows and self.of is Pass.DQ and not self.both_ways else 0
 
-    def tiles_ahead(self, item: Item) -> Any:
+    def last_tiles_of_states(self, item: Item) -> Any:
+        """The number of tiles of the last document's state, behind those of chunks."""
+        if self.of_documents:
+            return jnp.where(self.has_last(item), self.blocks, 0)
+        return 0
+
+    @property
+    def tiles_ahead(self) -> int:
         """The number of tiles that come ahead of those of chunks."""
-        return self.tiles_of_states(item) + self.first_readers
+        return self.tiles_of_states + self.first_readers
 
     def chunk(self, item: Item, turn: Any) -> Any:
         """The number in the sequence of the chunk at `turn`: the unit's own chunks come last."""
@@ -373,18 +398,24 @@ class Runs:
 
     def tile_of_state(self, item: Item, block: int, side: int = 0) -> Any:
         if self.of_documents:
-            return item.before + side * self.blocks + block
+            return item.before + (self.tiles_ahead + 2 * self.turns(item)) * side + block
         return item.before + block * self.sides + side
 
     def tile_of_chunk(self, item: Item, turn: Any, number: int) -> Any:
         """`number`: 0 of y, 1 of p."""
-        return item.before + self.tiles_ahead(item) + 2 * turn + number
+        return item.before + self.tiles_ahead + 2 * turn + number
+
+    def tile_of_key(self, item: Item, own: Any) -> Any:
+        """Of the tiles that come behind the states, where `rereads_keys`."""
+        of_chunks = 2 * self.turns(item) + self.last_tiles_of_states(item)
+        return item.before + self.tiles_ahead + of_chunks + own
 
     def tile_of_reader(self, item: Item, own: Any) -> Any:
-        return item.before + self.tiles_ahead(item) + 2 * self.turns(item) + own
+        keys = jnp.where(self.has_pairs(item), UNIT, 0) if self.rereads_keys else 0
+        return self.tile_of_key(item, keys + own)
 
     def tile_of_first_reader(self, item: Item, own: Any) -> Any:
-        return item.before + self.tiles_of_states(item) + own
+        return item.before + self.tiles_of_states + own
 
     def kv_head(self, item: Item) -> Any:
         return lax.div(item.head, self.spec.H // self.spec.G)
@@ -455,6 +486,10 @@ def rows_of(chunk: Any) -> Any:
     return pl.ds(chunk * C, C)
 
 
+def _do_unit(do: Callable[[Runs, Item], None], runs: Runs, item: Item) -> None:
+    do(runs.in_unit(item), item)
+
+
 def each(passes: Sequence[Runs], do: Callable[[Runs, Item], None]) -> Any:
     """Runs `do` for each unit of each pass, and returns the number of tiles in all. In these items
     `chunks` and `before` count tiles of the ring. The passes of a unit, and the units of a run,
@@ -481,11 +516,11 @@ def each(passes: Sequence[Runs], do: Callable[[Runs, Item], None]) -> Any:
 
     def one(item: Item) -> None:
         if count == 1:
-            do(passes[0], item)
+            _do_unit(do, passes[0], item)
             return
         own = item._replace(head=lax.div(item.head, count))
         for number, runs in enumerate(passes):
             is_own = lax.rem(item.head, count) == number
-            pl.when(is_own)(functools.partial(do, runs, own))
+            pl.when(is_own)(functools.partial(_do_unit, do, runs, own))
 
     return deal.each(one, cut=cut)

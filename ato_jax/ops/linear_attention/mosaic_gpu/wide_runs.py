@@ -192,8 +192,7 @@ def load_unit(runs: Runs, item: Item) -> None:
 
     # These tiles are loaded into the ring before x has its place in shared memory. More of them
     # would deadlock: OWN frees no tile before x of its rows is loaded.
-    count = runs.first_tiles_of_states
-    first = min(runs.slots, count)
+    first = min(runs.slots, runs.tiles_of_states)
     for number in range(first):
         load_state(number)
     for number in range(UNIT):
@@ -208,15 +207,8 @@ def load_unit(runs: Runs, item: Item) -> None:
         if runs.held is not None:
             held = own.held, number, own.held_loaded
             tiling.copy_tile(runs.held, item, rows_of(chunk), head, *held)
-    for number in range(first, count):
+    for number in range(first, runs.tiles_of_states):
         load_state(number)
-    if runs.of_documents:
-
-        @pl.when(runs.has_last(item))
-        def _() -> None:
-            for number in range(count, 2 * count):
-                load_state(number)
-
     for number in range(runs.first_readers):
         tile, chunk = runs.tile_of_first_reader(item, number), runs.own_chunk(item, number)
         load_rows(tile, arrays.reader, chunk, runs.own_head(item))
@@ -227,6 +219,21 @@ def load_unit(runs: Runs, item: Item) -> None:
             load_rows(runs.tile_of_chunk(item, turn, number), ref, chunk, head)
 
     lax.fori_loop(0, runs.turns(item), load_chunk, None)
+    if runs.of_documents:
+
+        @pl.when(runs.has_last(item))
+        def _() -> None:
+            for number in range(runs.blocks, 2 * runs.blocks):
+                load_state(number)
+
+    if runs.rereads_keys:
+
+        @pl.when(runs.has_pairs(item))
+        def _() -> None:
+            for number in range(UNIT):
+                tile, chunk = runs.tile_of_key(item, number), runs.own_chunk(item, number)
+                load_rows(tile, arrays.p, chunk, runs.seen_head(item))
+
     for number in range(runs.readers):
         tile, chunk = runs.tile_of_reader(item, number), runs.own_chunk(item, number)
         load_rows(tile, arrays.reader, chunk, runs.own_head(item))
@@ -239,15 +246,8 @@ def features(passes: Sequence[Runs]) -> None:
 def map_unit(runs: Runs, item: Item) -> None:
     """Maps y or p of each chunk. FEATURES waits for all other tiles, too, and releases them: each
     phase of a barrier has to be awaited before the slot is filled again."""
-    for number in range(runs.first_tiles_of_states + runs.first_readers):
+    for number in range(runs.tiles_ahead):
         runs.let_go(runs.wait(item.before + number))
-    if runs.of_documents:
-
-        @pl.when(runs.has_last(item))
-        def _() -> None:
-            for number in range(runs.blocks):
-                runs.let_go(runs.wait(runs.tile_of_state(item, number, 1)))
-
 
     def map_chunk(turn: Any, _: None) -> None:
         inverse = None
@@ -262,6 +262,23 @@ def map_unit(runs: Runs, item: Item) -> None:
             runs.let_go(slot)
 
     lax.fori_loop(0, runs.turns(item), map_chunk, None)
+    if runs.of_documents:
+
+        @pl.when(runs.has_last(item))
+        def _() -> None:
+            for block in range(runs.blocks):
+                runs.let_go(runs.wait(runs.tile_of_state(item, block, 1)))
+
+    if runs.rereads_keys:
+
+        @pl.when(runs.has_pairs(item))
+        def _() -> None:
+            for number in range(UNIT):
+                slot = runs.wait(runs.tile_of_key(item, number))
+                map_tile(runs, item, runs.tiles.at[slot], None)
+                runs.own.mapped.arrive(slot)
+                runs.let_go(slot)
+
     for number in range(runs.readers):
         runs.let_go(runs.wait(runs.tile_of_reader(item, number)))
 
