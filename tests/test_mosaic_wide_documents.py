@@ -1,5 +1,5 @@
-"""Documents of wide heads, whose rows see both sides, by the Hopper kernels that store the sums over
-each document once (`wide_documents.py`): interpreted beside the float64 reference.
+"""Documents of wide heads, whose rows see both sides, by the Hopper kernels that store the sums
+over each document once (`wide_documents.py`): interpreted beside the float64 reference.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def test_rows_find_their_document(T: int, seed: int) -> None:
             else:
                 assert chunks[place, side] == end
     assert not pairs.any()
-    ends = steps[:, wide_documents.END]
-    where = [c for c in range(len(ends)) if ends[c] >= 0]
-    assert [c * 64 + ends[c] + 1 for c in where] == [behind[c * 64] for c in where]
-    stored = np.nonzero(steps[:, wide_documents.STORES])[0] // 4
+    ends = steps >> wide_documents.END & 0xFF
+    where = np.nonzero(ends)[0]
+    assert [c * 64 + ends[c] for c in where] == [behind[c * 64] for c in where]
+    stored = np.nonzero(steps >> wide_documents.STORES & 1)[0] // 4
     has_state = {(behind[r * 256] - 1) // 256 for r in range(-(-T // 256))}
     assert sorted(has_state) == sorted(stored.tolist())
 

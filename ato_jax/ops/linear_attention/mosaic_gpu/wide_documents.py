@@ -29,13 +29,14 @@ from ato_jax.ops.linear_attention.scans.borders import OfSequence
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN, RUN, C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# The numbers of a chunk in `Documents.steps`.
-#   END      the last row in the chunk of the document of its first row, if it ends there; else -1
+# The numbers of a chunk, a byte each at this place of its number in `OfRows.steps`, and a bit for
+# each of the last three.
+#   END      how many rows belong to the document of its first row, if that ends in it; else 0
 #   BEGIN    the first row in the chunk of the document of its last row
 #   KEEPS    1 if no document begins in the chunk
 #   GOES_ON  1 if none begins at the chunk's first row
 #   STORES   1 if END is the end of a document that contains the first row of the chunk's run
-END, BEGIN, KEEPS, GOES_ON, STORES = range(5)
+END, BEGIN, KEEPS, GOES_ON, STORES = 0, 8, 16, 17, 18
 # The numbers of a run in `Documents.runs`. For each side, 0 of the run's first document and 1 of
 # its last one, STATE is the run with the document's S, and VECTOR the chunk with its z. STATE is -1
 # where the last document does not go on behind the run or is the first one, too; VECTOR then
@@ -53,7 +54,7 @@ class Documents(NamedTuple):
 class OfRows(NamedTuple):
     """For `wide_heads.py`: the walk's and the passes' arrays. Rows are those up to a whole run."""
 
-    steps: jax.Array  # [B, chunks, 5] int32
+    steps: jax.Array  # [B, chunks] int32
     documents: Documents
     # [B, rows] float32 for each side: 1 where the row's document is that of the side; of runs, and
     # of chunks.
@@ -63,6 +64,16 @@ class OfRows(NamedTuple):
     # `first` lies behind all rows.
     first: jax.Array
     last: jax.Array
+
+
+def rows_in(step: Any, field: int) -> Any:
+    """END or BEGIN of a chunk."""
+    return lax.shift_right_logical(step, field) & 0xFF
+
+
+def is_set(step: Any, field: int) -> Any:
+    """KEEPS, GOES_ON or STORES of a chunk, 0 or 1."""
+    return lax.shift_right_logical(step, field) & 1
 
 
 def of_rows(spec: LinearAttentionSpec, borders: OfSequence) -> OfRows:
@@ -78,7 +89,7 @@ def of_rows(spec: LinearAttentionSpec, borders: OfSequence) -> OfRows:
     next_fresh = jnp.pad(fresh[:, 1:], ((0, 0), (0, 1)))
     of_first = borders.ends.reshape(B, count, C)[..., 0]
     ends_here = (of_first < C - 1) | next_fresh | is_last
-    end = jnp.where(ends_here, jnp.minimum(of_first, spec.T - 1 - number * C), -1)
+    end = jnp.where(ends_here, jnp.minimum(of_first + 1, spec.T - number * C), 0)
     # The chunk in which the document of a chunk's first row ends.
     where = lax.cummin(jnp.where(ends_here, number, count), axis=1, reverse=True)
     of_next = jnp.pad(where[:, 1:], ((0, 0), (0, 1)))
@@ -104,7 +115,9 @@ def of_rows(spec: LinearAttentionSpec, borders: OfSequence) -> OfRows:
         (others > has_beyond).astype(jnp.int32),
     ]
     stores = ends_here & (jnp.repeat(of_run, CHUNKS_OF_RUN, axis=1)[:, :count] == number)
-    steps = end, borders.chunks[..., 1], ~cut, ~fresh, stores
+    steps = (end << END) + (borders.chunks[..., 1] << BEGIN)
+    for bit, here in ((KEEPS, ~cut), (GOES_ON, ~fresh), (STORES, stores)):
+        steps += here.astype(jnp.int32) << bit
 
     padded = jnp.pad(begun, ((0, 0), (0, missing), (0, 0)))
     before = jnp.cumsum(in_runs, axis=2, dtype=jnp.int32) - in_runs
@@ -125,7 +138,7 @@ def of_rows(spec: LinearAttentionSpec, borders: OfSequence) -> OfRows:
         return jnp.pad(x, ((0, 0), (0, missing), (0, 0)), mode="edge")
 
     return OfRows(
-        jnp.stack([x.astype(jnp.int32) for x in steps], axis=2),
+        steps,
         Documents(jnp.stack(of_states, axis=2), up_to_run(chunks)),
         (flat(reads[0]), flat(reads[1])),
         (flat(up_to_run(is_first)), flat(up_to_run(is_other))),

@@ -13,8 +13,9 @@ operands are multiplied by powers of two (`wide_powers.py`). Read `wide_runs.py`
 
 In a causal call a row of out reads the sums over earlier keys, and a row of dk or dv the sums over
 later queries: keys are walked from the first chunk to the last, queries from the last to the first.
-Where rows see both sides, each of the two walks also runs in the other direction, and each run
-reads two states.
+Where rows see both sides through a decay, each of the two walks also runs in the other direction,
+and each run reads two states. Where each query sees its whole segment, without a decay, both walks
+go forwards and store the sums over each document (`wide_documents.py`).
 """
 
 from __future__ import annotations
@@ -66,11 +67,10 @@ from ato_jax.ops.linear_attention.spec import (
 State = tuple[jax.Array, jax.Array]
 
 
-
 class States(NamedTuple):
     """The states of keys: S [B, G, runs, F, V] ahead of each run and z [B, G, chunks, F] ahead of
-    each chunk; where rows see both sides also S and z behind each. In float16 they are multiplied
-    by `powers`."""
+    each chunk; where rows see both sides through a decay also S and z behind each. With documents
+    they are those of `wide_documents.py`. In float16 they are multiplied by `powers`."""
 
     ahead: State
     behind: State | None

@@ -2,15 +2,14 @@
 
 A launch has one `Runs` for each of its passes. Its properties answer which operands a pass has and
 how it multiplies them; its methods answer, for a unit (an `Item`), how many chunks it sees and in
-which place of the ring each tile is. `each` is the loop over units that all three roles share. A
-"side" is 0 for the rows ahead of a run, or behind it in DV and DK, and 1 for the other direction.
+which place of the ring each tile is. A "side" is 0 for the rows ahead of a run, or behind it in DV
+and DK, and 1 for the other direction. In calls with documents it is 0 for a run's first document
+and 1 for its last one (`wide_documents.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -285,8 +284,7 @@ class Runs:
 
     @property
     def of_documents(self) -> bool:
-        """Whether the states are the sums over whole documents (`wide_documents.py`). Side 0 is the
-        first document of a run, and side 1 the last one."""
+        """Whether the states are the sums over whole documents (`wide_documents.py`)."""
         return self.arrays.documents is not None
 
     def of_run(self, item: Item, field: int) -> Any:
@@ -302,6 +300,16 @@ class Runs:
             return self
         fields = wide_documents.STATE + 1, wide_documents.PAIRS
         return dataclasses.replace(self, unit={field: self.of_run(item, field) for field in fields})
+
+    def with_vectors(self, item: Item, own: Any) -> Runs:
+        """With the chunks loaded whose z or u a warpgroup's rows read."""
+        if not self.of_documents:
+            return self
+        chunks = {
+            wide_documents.VECTOR + side: self.chunk_of_vectors(item, own, side)
+            for side in range(self.sides)
+        }
+        return dataclasses.replace(self, unit={**self.unit, **chunks})
 
     def has_last(self, item: Item) -> Any:
         """Whether rows read the state of the run's last document, too."""
@@ -339,7 +347,6 @@ class Runs:
     def tiles_of_states(self) -> int:
         """The number of tiles of states that come first."""
         return self.blocks * (1 if self.of_documents else self.sides)
-
 
     @property
     def first_readers(self) -> int:
@@ -387,6 +394,8 @@ class Runs:
     def chunk_of_vectors(self, item: Item, own: Any, side: int = 0) -> Any:
         """The chunk whose z or u a warpgroup's rows read. DQ computes z of each row from that of
         the row's own chunk; the other passes read that of the run."""
+        if self.unit is not None and wide_documents.VECTOR in self.unit:
+            return self.unit[wide_documents.VECTOR + side]
         if self.of is Pass.DQ:
             own_chunk = self.own_chunk(item, own)
             if self.of_documents:
@@ -484,43 +493,3 @@ def columns_of(block: int) -> Any:
 
 def rows_of(chunk: Any) -> Any:
     return pl.ds(chunk * C, C)
-
-
-def _do_unit(do: Callable[[Runs, Item], None], runs: Runs, item: Item) -> None:
-    do(runs.in_unit(item), item)
-
-
-def each(passes: Sequence[Runs], do: Callable[[Runs, Item], None]) -> Any:
-    """Runs `do` for each unit of each pass, and returns the number of tiles in all. In these items
-    `chunks` and `before` count tiles of the ring. The passes of a unit, and the units of a run,
-    follow one another, so that blocks that run at once read the same states and rows."""
-    count, deal = len(passes), passes[0].deal
-    heads = deal.heads // count
-
-    def cut(item: Item) -> Item:
-        """The item at this place of that order."""
-        of_piece = item.batch * deal.heads + item.head
-        index = item.piece * (deal.B * deal.heads) + of_piece
-        run = lax.div(index, UNITS * deal.B * deal.heads)
-        within = index - run * (UNITS * deal.B * deal.heads)
-        units = jnp.minimum(UNITS, deal.pieces - run * UNITS)
-        rest, number = lax.div(within, count), lax.rem(within, count)
-        piece, head = run * UNITS + lax.rem(rest, units), lax.div(rest, units)
-        batch, head = lax.div(head, heads), lax.rem(head, heads)
-        first_row = piece * (UNIT * C)
-        own = item._replace(batch=batch, head=head, piece=piece, first_row=first_row)
-        tiles, *others = (runs.tiles_of(own) for runs in passes)
-        for other, of_other in enumerate(others):
-            tiles = jnp.where(number == other + 1, of_other, tiles)
-        return own._replace(head=head * count + number, chunks=tiles)
-
-    def one(item: Item) -> None:
-        if count == 1:
-            _do_unit(do, passes[0], item)
-            return
-        own = item._replace(head=lax.div(item.head, count))
-        for number, runs in enumerate(passes):
-            is_own = lax.rem(item.head, count) == number
-            pl.when(is_own)(functools.partial(_do_unit, do, runs, own))
-
-    return deal.each(one, cut=cut)

@@ -22,10 +22,12 @@ over all keys that row i sees, DQ computes from G_i, in float32 and before it is
 
 With a decay or segments x_i T has a factor of row i, and w[i, j] the decay between the two rows,
 which is 0 across a segment's border (`wide_factors.py`). Where each query sees its whole segment,
-a run inside one segment reads two states and no pairs (`Runs.is_undivided`).
+T is the sum over the row's document. A run reads that of its first document, that of its last one
+where this goes on behind the run, and pairs where documents lie inside it (`wide_documents.py`).
 
 A unit is two chunks of 64 rows. One ring of tiles [64, D] brings all operands but x, in this order:
-tiles of T, y and p of each chunk of the run that the unit sees, and the unit's q or k in DQ or DK.
+tiles of T, y and p of each chunk of the run that the unit sees, tiles of the T of the run's last
+document, phi(k) of the unit in DQ (`Runs.rereads_keys`), and the unit's q or k in DQ or DK.
 
     MEMORY (2)     loads the tiles of T, x of both chunks, and the other tiles
       |  ring: a tile is loaded      x_loaded: x of a chunk, and its z or u, are loaded
@@ -39,7 +41,8 @@ tiles of T, y and p of each chunk of the run that the unit sees, and the unit's 
 
 Both warpgroups of OWN wait for every tile and release it, also tiles of a chunk that only the other
 one sees. Read next: `wide_run_arrays.py` (operands), `wide_run_storage.py` (shared memory, order of
-the tiles), `wide_run_rows.py` (OWN), `wide_run_flows.py` (sums for a decay's gradient).
+the tiles), `wide_run_rows.py` and `wide_run_states.py` (OWN), `wide_run_flows.py` (sums for a
+decay's gradient).
 """
 
 from __future__ import annotations
@@ -69,9 +72,9 @@ from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_storage import (
     Runs,
     Storage,
     columns_of,
-    each,
     rows_of,
 )
+from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_units import each
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 

@@ -10,8 +10,10 @@ behind each run. It reads inverse and e of each row, which the pass DQ of `wide_
 
     R = sum_i phi'_i g_i^T [F, V],  u = -sum_i e_i phi'_i [F],  phi'_i = phi(q_i) inverse_i
 
-S and R are stored for each run, z and u for each chunk. Where rows see both sides, both walks also
-run in the other direction.
+S and R are stored for each run, z and u for each chunk. Where rows see both sides through a decay,
+both walks also run in the other direction. Where each query sees its whole segment, without a
+decay, both walks go forwards and store the sums over each document once (`wide_documents.py`). A
+chunk in which a document ends is then multiplied twice.
 
 With a decay or segments each row's term has a factor, and so has the sum at each chunk
 (`wide_factors.py`). In float16 phi(k), and S or R, are multiplied by powers of two before they are
@@ -216,7 +218,7 @@ def wide_states(
         of `of_rows`.
       powers: [B, heads, 2] in float32, where the dtype is float16: of phi(k), and of the sums.
       from_the_end: whether the walk goes from the last chunk to the first.
-      steps: [B, chunks, 5], of `wide_documents.OfRows`, for the sums over each document, stored
+      steps: [B, chunks], of `wide_documents.OfRows`, for the sums over each document, stored
         where `wide_documents.py` says. The places of other runs and chunks are not written.
     """
     heads, of_queries = deal.heads, len(of_rows) == 2
@@ -352,16 +354,16 @@ def sum_piece(walk: Walk, item: Item) -> None:
     power = walk.power(item, wide_powers.SUMS)
     if power is not None:
         sums = tuple(part * (1 / power) for part in sums)
-    start = walk.start_vector.at[item.batch, head, item.piece, of_block]
+    of_vector = walk.start_vector.at[item.batch, head, item.piece, of_block]
     # A mesh's axes belong to the type of what is loaded, but not to that of a sum.
-    vector = load(start, OF_ROWS, optimized=False) + 0.0
+    vector = load(of_vector, OF_ROWS, optimized=False) + 0.0
 
     def sum_chunk(chunk: Any, carried: Any) -> Any:
-        sums, vector = carried
         place = walk.place_of(item, chunk)
         slot, number = own.chunks.slot(item.before + chunk), first_chunk + place
         if walk.steps is not None:
             return sum_documents(walk, item, number, slot, carried)
+        sums, vector = carried
         begins = lax.rem(place, CHUNKS_OF_RUN) == (CHUNKS_OF_RUN - 1 if walk.from_the_end else 0)
         pl.when(begins | (chunk == 0))(
             lambda: store_sums(walk, item, lax.div(number, CHUNKS_OF_RUN), sums)
@@ -382,23 +384,26 @@ def sum_piece(walk: Walk, item: Item) -> None:
         own.chunks.consumed.arrive(slot)
         return tuple(sums), vector + added
 
-    lax.fori_loop(0, item.chunks, sum_chunk, (sums, vector))
+    start: tuple[Any, ...] = sums, vector
+    if walk.steps is not None:
+        start = sums, vector, walk.steps[item.batch, first_chunk]
+    lax.fori_loop(0, item.chunks, sum_chunk, start)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     own.start_free.arrive()
 
 
 def sum_documents(
-    walk: Walk, item: Item, number: Any, slot: Any, carried: tuple[tuple[jax.Array, ...], Any]
-) -> tuple[tuple[jax.Array, ...], Any]:
+    walk: Walk, item: Item, number: Any, slot: Any, carried: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Completes the sums over the document of the chunk's first row, and begins those over the
-    document of its last row. `number` is the chunk's number in the sequence."""
+    document of its last row. `number` is the chunk's number in the sequence. S, z and the chunk's
+    number in `OfRows.steps` are carried."""
     own, worker, row = walk.own, mosaic.group(), mosaic.hidden_position(1)
     of_block = pl.ds(walk.block_of(item, worker) * HALF, HALF)
     at_vector = walk.vectors.at[item.batch, walk.head_of(item), number, of_block]
-    sums, vector = carried
-
-    def step(field: int) -> Any:
-        return walk.steps[item.batch, number, field]
+    sums, vector, step = carried
+    # Ahead of the products: the next chunk would wait for it.
+    next_step = walk.steps[item.batch, jnp.minimum(number + 1, walk.steps.shape[1] - 1)]
 
     def add(here: jax.Array, keep: Any, sums: Any, vector: Any) -> tuple[Any, Any]:
         keep = keep.astype(F32)
@@ -412,24 +417,26 @@ def sum_documents(
         sums = multiply(*((part, [(phi, y)]) for part, y in zip(sums, blocks, strict=True)))
         return tuple(sums), vector * keep + added
 
-    end, begin, keeps = (
-        step(field) for field in (wide_documents.END, wide_documents.BEGIN, wide_documents.KEEPS)
+    end, begin = (
+        wide_documents.rows_in(step, field) for field in (wide_documents.END, wide_documents.BEGIN)
     )
     own.chunks.produced.wait(slot)
 
     def complete() -> tuple[Any, Any]:
-        found, of_document = add(row <= end, step(wide_documents.GOES_ON), sums, vector)
+        goes_on = wide_documents.is_set(step, wide_documents.GOES_ON)
+        found, of_document = add(row < end, goes_on, sums, vector)
         at_vector[...] = of_document
-        pl.when(step(wide_documents.STORES) > 0)(
+        pl.when(wide_documents.is_set(step, wide_documents.STORES) > 0)(
             lambda: store_sums(walk, item, lax.div(number, CHUNKS_OF_RUN), found)
         )
         return found, of_document
 
-    sums, vector = lax.cond(end >= 0, complete, lambda: (sums, vector))
-    found = add(row >= begin, keeps, sums, vector)
+    sums, vector = lax.cond(end > 0, complete, lambda: (sums, vector))
+    keeps = wide_documents.is_set(step, wide_documents.KEEPS)
+    sums, vector = add(row >= begin, keeps, sums, vector)
     plgpu.commit_smem()  # the reads of this slot finish before the next load overwrites it
     own.chunks.consumed.arrive(slot)
-    return found
+    return sums, vector, next_step
 
 
 def store_sums(walk: Walk, item: Item, run: Any, sums: Sequence[jax.Array]) -> None:
