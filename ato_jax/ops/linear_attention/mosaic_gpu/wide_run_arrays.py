@@ -15,7 +15,8 @@ class Pass(enum.Enum):
 
 
 class Beyond(NamedTuple):
-    """The fields of `Arrays` of the other side of a run, for passes whose rows see both sides."""
+    """The fields of `Arrays` of the other side of a run, for passes whose rows see both sides. With
+    `Arrays.documents` they are those of the run's last document, with the same states."""
 
     states: Any
     vectors: Any
