@@ -225,14 +225,14 @@ def load_unit(runs: Runs, item: Item) -> None:
     if runs.of_documents:
 
         @pl.when(runs.has_last(item))
-        def _() -> None:
+        def load_last_state() -> None:
             for number in range(runs.blocks, 2 * runs.blocks):
                 load_state(number)
 
     if runs.rereads_keys:
 
         @pl.when(runs.has_pairs(item))
-        def _() -> None:
+        def load_keys() -> None:
             for number in range(UNIT):
                 tile, chunk = runs.tile_of_key(item, number), runs.own_chunk(item, number)
                 load_rows(tile, arrays.p, chunk, runs.seen_head(item))
@@ -268,14 +268,14 @@ def map_unit(runs: Runs, item: Item) -> None:
     if runs.of_documents:
 
         @pl.when(runs.has_last(item))
-        def _() -> None:
+        def let_go_of_last_state() -> None:
             for block in range(runs.blocks):
                 runs.let_go(runs.wait(runs.tile_of_state(item, block, 1)))
 
     if runs.rereads_keys:
 
         @pl.when(runs.has_pairs(item))
-        def _() -> None:
+        def map_own_keys() -> None:
             for number in range(UNIT):
                 slot = runs.wait(runs.tile_of_key(item, number))
                 map_tile(runs, item, runs.tiles.at[slot], None)
