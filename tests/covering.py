@@ -409,7 +409,10 @@ MOSAIC = Space(
         "return_state": (False, True),
         "normalize": (None, False),
         "scale": (None, 0.7, -0.7),
-        "widths": ((128, 128), (64, 64), (40, 40), (80, 80), (128, 64), (160, 160), (256, 256)),
+        "widths": (
+            *((128, 128), (64, 64), (40, 40), (80, 80), (128, 64), (160, 160), (256, 256)),
+            *((64, 144), (192, 128)),
+        ),
         "heads": ("H = G", "pairs", "one key head"),
         "dtype": ("bfloat16", "float16", "float32", "TF32"),
         "eps": (1e-6, 0.5),
@@ -489,7 +492,7 @@ MOSAIC = Space(
         Rule(
             ("segments", "causal", "widths"),
             lambda segments, causal, widths: (
-                segments != "none" and not causal and widths[0] != widths[1]
+                segments != "none" and not causal and widths == (128, 64)
             ),
             "does not support segments without causal=True but of D = V",
         ),
@@ -518,7 +521,7 @@ MOSAIC = Space(
             lambda causal, decay, widths, segments: (
                 not causal
                 and (
-                    widths[0] <= 64 and segments == "none"
+                    max(widths) <= 64 and segments == "none"
                     if decay == "none"
                     else widths in ((40, 40), (128, 64))
                 )
@@ -535,7 +538,7 @@ MOSAIC = Space(
         Rule(
             ("heads", "widths", "decay"),
             lambda heads, widths, decay: (
-                widths[0] <= 64
+                max(widths) <= 64
                 and (heads == "one key head" or heads == "pairs" and decay == "channel")
             ),
             "needs",

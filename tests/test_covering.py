@@ -55,7 +55,7 @@ ROWS_ON_A_CARD = {DELTA_RULE: 4, MOSAIC_DELTA_RULE: 4, DELTA_STEP: 15}
 COVERED = {
     "attention": (150, 2532, 734),
     "linear_attention": (116, 2186, 450),
-    "mosaic_gpu": (65, 1362, 502),
+    "mosaic_gpu": (75, 1456, 502),
     "mosaic_attention": (78, 1923, 201),
     "mosaic_gradients": (55, 1711, 0),
     "decode_attention": (49, 1158, 261),

@@ -1115,6 +1115,28 @@ def test_blocks_of_values_of_mosaic_gpu(
 
 @of_mosaic_gpu
 @pytest.mark.parametrize(
+    ("T", "G", "D", "V", "kind", "options"),
+    [
+        (9001, 2, 64, 144, None, {"layout": "bhtd"}),
+        (4096, 4, 128, 256, "step", {}),
+        (4096, 4, 96, 192, None, {"normalize": False, "return_state": True}),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_blocks_of_values_in_float16_of_mosaic_gpu(
+    T: int, G: int, D: int, V: int, kind: str | None, options: dict[str, Any]
+) -> None:
+    """The keys of the sequences differ by a factor of 64, and so do the powers of two."""
+    needs_hopper()
+    layout = options.get("layout", "bthd")
+    q, k, v = arrays("float16", T=T, H=4, G=G, D=D, V=V, layout=layout)
+    k = k * jnp.array([2.0**-6, 1.0], k.dtype)[:, None, None, None]
+    options = (linear_options(kind, 2, T, D, G=G, V=V) if kind else {"causal": True}) | options
+    check("linear_attention", q, k, v, **options, implementation="mosaic_gpu")
+
+
+@of_mosaic_gpu
+@pytest.mark.parametrize(
     "causal, T, D, G, options",
     [
         (False, 4096, 128, 4, {}),

@@ -27,9 +27,10 @@ from jax import lax
 
 from ato_jax import mosaic
 from ato_jax.mosaic import F32
-from ato_jax.ops.linear_attention.mosaic_gpu import frame
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, value_blocks
 from ato_jax.ops.linear_attention.mosaic_gpu.feature_maps import RISING
 from ato_jax.ops.linear_attention.mosaic_gpu.narrow import Narrow
+from ato_jax.ops.linear_attention.mosaic_gpu.value_blocks import Cut
 from ato_jax.ops.linear_attention.scans.chunks import most_lost
 from ato_jax.ops.linear_attention.spec import Inputs, LinearAttentionSpec, LinearState
 
@@ -53,13 +54,15 @@ def power_of(largest: jax.Array, most: float = MOST, to: float = LARGEST) -> jax
 
 
 def powers_of_keys(spec: LinearAttentionSpec, inputs: Inputs) -> jax.Array | None:
-    """[B, G] float32; None where features need none."""
+    """[B, G] float32, for the kernels' heads; None where features need none."""
     if not mosaic.has_units(frame.tiling(spec).dtype):
         return None
     rises, rows = largest_of_keys(spec, inputs)
     largest = jnp.max(rows, axis=2)
     phi, room = spec.feature_map, room_for_decay(spec)
-    return power_of(phi(largest) if rises else largest, most_of(spec) / room, LARGEST / room)
+    found = power_of(phi(largest) if rises else largest, most_of(spec) / room, LARGEST / room)
+    # Blocks of a head's values are heads of the kernels, which share the keys.
+    return value_blocks.of_blocks(spec, found, 1) if isinstance(spec, Cut) else found
 
 
 def largest_of_keys(spec: LinearAttentionSpec, inputs: Inputs) -> tuple[bool, jax.Array]:
