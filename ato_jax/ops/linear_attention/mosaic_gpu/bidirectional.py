@@ -131,9 +131,8 @@ def backward(
         dk, dv, sums = _key_gradient_in_float16(spec, of_keys, inputs, state, pieces, added)
     else:
         sums = add_up(spec, pieces, added, state.k_sum, returned=spec.initial_state)
-        of_walk = inputs.k, inputs.v, sums.read, sums.k_sum, inputs.kv_lengths
-        key_gradient = wide_key_gradient if frame.is_wide(spec) else whole_key_gradient
-        dk, dv = key_gradient(spec, of_keys, *of_walk)
+        read_sums = whole_units.SumsOfQueries(sums.read, sums.k_sum)
+        dk, dv = _key_gradient(spec, of_keys, inputs, read_sums)
     d_state = None
     if spec.initial_state:
         assert sums.kv is not None
@@ -172,6 +171,16 @@ def _key_gradient_in_float16(
     sums = add_up(spec, pieces, added, unit_of, returned=True)
     assert sums.kv is not None
     r, units = whole_units.in_units(sums.kv)
-    arrays = inputs.k, inputs.v, r, sums.k_sum, inputs.kv_lengths, units, inverse
+    read = whole_units.SumsOfQueries(r, sums.k_sum, units, inverse)
+    return *_key_gradient(spec, of_keys, inputs, read), sums
+
+
+def _key_gradient(
+    spec: LinearAttentionSpec,
+    of_keys: mosaic.Deal,
+    inputs: Inputs,
+    sums: whole_units.SumsOfQueries,
+) -> tuple[jax.Array, jax.Array]:
+    """dk and dv."""
     key_gradient = wide_key_gradient if frame.is_wide(spec) else whole_key_gradient
-    return *key_gradient(spec, of_keys, *arrays), sums
+    return key_gradient(spec, of_keys, inputs.k, inputs.v, sums, inputs.kv_lengths)

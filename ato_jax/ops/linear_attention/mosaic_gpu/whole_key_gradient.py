@@ -32,7 +32,7 @@ from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
 from ato_jax.mosaic.tiles import tiled
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
-from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST, SumsOfQueries
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # The warpgroups of the role gradients; the next one loads. The number of slots of k and v is a
@@ -47,21 +47,10 @@ def whole_key_gradient(
     deal: mosaic.Deal,
     k: jax.Array,
     v: jax.Array,
-    r: jax.Array,
-    u: jax.Array,
+    sums: SumsOfQueries,
     lengths: jax.Array | None = None,
-    units: jax.Array | None = None,
-    inverse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel and returns dk and dv, which are 0 behind the lengths of keys.
-
-    Args:
-      r: [B, G, F, V] in the dtype of tiles.
-      u: [B, G, F] float32.
-      lengths: [B] of keys.
-      units: [B, G] float32 of r, in float16.
-      inverse: [B, G, F] float32, `LARGEST` / z, in float16 with a normaliser.
-    """
+    """Launches the kernel and returns dk and dv, which are 0 behind the lengths of keys, [B]."""
     tiling, maps = row_copies.tiling(spec), feature_maps.features(spec)
     of_rows = whole_units.has_units_of_features(spec) and not spec.normalize
     copies = row_copies.copies_of(tiling)
@@ -78,7 +67,7 @@ def whole_key_gradient(
         r_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STATES),
         r_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STATES),
     )
-    if inverse is not None:
+    if sums.inverse is not None:
         scratch["inverse_s"] = plgpu.SMEM((STATES, F), F32)
         scratch["r_loaded"] = plgpu.Barrier(num_arrivals=3, num_barriers=STATES)
 
@@ -102,8 +91,8 @@ def whole_key_gradient(
         inverse_s: Any = None,
     ) -> None:
         *given, dk_ref, dv_ref = refs
-        inverse_ref: Any = given.pop() if inverse is not None else None
-        units_ref: Any = given.pop() if units is not None else None
+        inverse_ref: Any = given.pop() if sums.inverse is not None else None
+        units_ref: Any = given.pop() if sums.units is not None else None
         (lengths_ref,) = given or (None,)
         k_rows, v_rows, out_rows = (tiled(x) for x in (k_s, v_s, out_s))
 
@@ -245,5 +234,5 @@ def whole_key_gradient(
             plgpu.wait_smem_to_gmem(0)
 
     out_type = tuple(jax.ShapeDtypeStruct(x.shape, tiling.dtype) for x in (k, v))
-    arrays = [k, v, r, u, *(x for x in (lengths, units, inverse) if x is not None)]
+    arrays = [x for x in (k, v, sums.r, sums.u, lengths, *sums[2:]) if x is not None]
     return frame.launch(body, "whole_key_gradient", deal, out_type, scratch, arrays)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,22 @@ LEAST_SUM = 2.0**-100
 # with an eps of at least this, such features change nothing that is divided by it.
 LEAST_EPS = 2.0**-76
 LEAST_SHARE = 2.0**-24  # float16's smallest positive number
+
+
+class SumsOfQueries(NamedTuple):
+    """What the kernels of dk and dv read of all queries.
+
+    Args:
+      r: R [B, G, F, V] in the dtype of tiles.
+      u: [B, G, F] float32.
+      units: [B, G] float32 of r, in float16.
+      inverse: [B, G, F] float32, `LARGEST` / z, in float16 with a normaliser.
+    """
+
+    r: jax.Array
+    u: jax.Array
+    units: jax.Array | None = None
+    inverse: jax.Array | None = None
 
 
 def has_units_of_features(spec: LinearAttentionSpec) -> bool:

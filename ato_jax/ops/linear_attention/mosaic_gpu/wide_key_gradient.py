@@ -30,7 +30,7 @@ from ato_jax import mosaic
 from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply, slot_of
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
-from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST, SumsOfQueries
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
@@ -39,21 +39,10 @@ def wide_key_gradient(
     deal: mosaic.Deal,
     k: jax.Array,
     v: jax.Array,
-    r: jax.Array,
-    u: jax.Array,
+    sums: SumsOfQueries,
     lengths: jax.Array | None = None,
-    units: jax.Array | None = None,
-    inverse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv, which are 0 in rows behind the lengths of keys.
-
-    Args:
-      r: [B, G, F, V] in the dtype of tiles.
-      u: [B, G, F] float32.
-      lengths: [B] of keys.
-      units: [B, G] float32 of r, in float16.
-      inverse: [B, G, F] float32, `LARGEST` / z, in float16 with a normaliser.
-    """
+    """dk and dv, which are 0 in rows behind the lengths of keys, [B]."""
     tiling, maps = frame.tiling(spec), feature_maps.features(spec)
     workers = spec.D // HALF
     warpgroups = workers + 1
@@ -71,7 +60,7 @@ def wide_key_gradient(
         r_loaded=plgpu.Barrier(num_arrivals=2 * workers),
         r_free=plgpu.Barrier(num_arrivals=workers),
     )
-    if inverse is not None:
+    if sums.inverse is not None:
         scratch["inverse_s"] = plgpu.SMEM((workers, HALF), F32)
         scratch["r_loaded"] = plgpu.Barrier(num_arrivals=3 * workers)
     if of_rows:
@@ -100,8 +89,8 @@ def wide_key_gradient(
     ) -> None:
         own = mosaic.group()
         *given, dk_ref, dv_ref = refs
-        inverse_ref: Any = given.pop() if inverse is not None else None
-        units_ref: Any = given.pop() if units is not None else None
+        inverse_ref: Any = given.pop() if sums.inverse is not None else None
+        units_ref: Any = given.pop() if sums.units is not None else None
         (lengths_ref,) = given or (None,)
 
         def load_piece(item: Item) -> None:
@@ -219,7 +208,7 @@ def wide_key_gradient(
             plgpu.barrier_arrive(free.at[slot_of(2 * steps - 1, slots)])
 
     out_type = tuple(jax.ShapeDtypeStruct(x.shape, tiling.dtype) for x in (k, v))
-    arrays = [k, v, r, u, *(x for x in (lengths, units, inverse) if x is not None)]
+    arrays = [x for x in (k, v, sums.r, sums.u, lengths, *sums[2:]) if x is not None]
     return frame.launch(
         body, "wide_key_gradient", deal, out_type, scratch, arrays, warpgroups=warpgroups
     )
