@@ -7,6 +7,8 @@ measured; `docs/notes/linear_attention.md` has more of them. No kernel depends o
 
 from __future__ import annotations
 
+import dataclasses
+
 from ato_jax import mosaic
 from ato_jax.device import Device
 from ato_jax.ops.linear_attention.fits import Fit
@@ -40,16 +42,21 @@ ENOUGH_ROWS_BOTH_WAYS = 2**17
 # forward + backward in ms, and Triton's: B8 H16 D32 0.362, 1.29 (0.475, 1.59), B8 H42 D24 1.01,
 # 3.68 (0.91, 3.59), B8 H7 D72 0.417, 1.71 (0.598, 2.22).
 LEAST_FILLED = 1 / 4
+# The same share of tiles of more than 128 columns. Where every query sees every key, B8 H8 T16384
+# D64 V144 took 0.371 and 1.43, and by Triton's kernels 0.547 and 2.15; in float16 V 136 0.501 and
+# 1.59, and by products of plain JAX 1.33 and 3.93.
+LEAST_FILLED_OF_WIDE = 1 / 5
 # The same share where a call has a decay per step or head, and two heads share a tile. With a decay
 # per step B8 H42 D24 took 1.08 and 4.21, and by Triton's kernels 1.29 and 6.12.
 LEAST_FILLED_WITH_A_DECAY = 1 / 8
 # The same share where a call has a decay per channel and no gradients are taken. B8 H16 D32 took
 # 0.715, and by Triton's kernels 0.675.
 LEAST_FILLED_BY_CHANNEL = 3 / 8
-# Elements of q, of which copies cost less than the kernels gain; and of wide heads in documents,
-# where Triton's kernels take twice the time.
+# Elements of q, of which copies cost less than the kernels gain; and of wide heads in documents or
+# in float16, where the backends behind take twice the time or more: causal float16 B4 H6 T16384
+# D155 took 0.99 and 2.83, by products of plain JAX 3.56 and 11.9.
 LEAST_ELEMENTS = 2**25
-LEAST_ELEMENTS_OF_DOCUMENTS = 2**23
+LEAST_ELEMENTS_OF_SLOW_CALLS = 2**23
 # Up to as many columns a decay pays without gradients, too.
 FEW_COLUMNS = 40
 # The least D V at which heads of up to 128 columns are faster here than by the later backends: with
@@ -117,6 +124,8 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
     least_filled = LEAST_FILLED
     if spec.decay == "channel" and not backward_follows:
         least_filled = LEAST_FILLED_BY_CHANNEL
+    elif tile is not None and tile > frame.F:
+        least_filled = LEAST_FILLED_OF_WIDE
     elif spec.decay in ("head", "step") and tile == mosaic.HALF:
         least_filled = LEAST_FILLED_WITH_A_DECAY
     if tile is None or spec.D * spec.V < least_filled * tiles * tile**2:
@@ -147,17 +156,26 @@ def pays(fit: Fit, backward_follows: bool) -> bool:
     2.92), folded B15 H1 T121606 D40 0.89, 2.64 (0.87, 11.5). But without a decay B8 H9 G3 T16384
     D64 took 0.80, 2.08 (0.32, 1.17), bidirectional B8 H8 T16384 D72 0.72, 1.61 (0.38, 1.27), and
     expanded ones B2 H12 G3 T16384 D192 2.50 (2.73), with gates of channels B2 H16 G4 T16384 D128
-    2.77 (1.91).
+    2.77 (1.91). In float16, causal, B4 H9 T16384 D100 0.73, 2.27 (1.15, 6.03), B8 H14 T16384 D36
+    0.95, 2.71 (0.93, 3.45), and bidirectional the former 0.53, 1.23 (0.41, 1.80).
     """
     called = fit.steps[0].before
-    in_documents = frame.by_documents(called) and frame.is_wide(fit.spec)
-    least = LEAST_ELEMENTS_OF_DOCUMENTS if in_documents else LEAST_ELEMENTS
+    is_slow = frame.by_documents(called) or called.dtype == "float16"
+    is_slow &= frame.is_wide(fit.spec)
+    least = LEAST_ELEMENTS_OF_SLOW_CALLS if is_slow else LEAST_ELEMENTS
     if called.B * called.H * called.T * called.D < least:
         return False
     if called.decay in ("head", "step"):
         is_small = max(called.D, called.V) <= FEW_COLUMNS
         return backward_follows or is_small or frame.is_wide(fit.spec)
+    if called.dtype == "float16" and not called.decay and _adds_columns_alone(fit):
+        return backward_follows or called.causal or frame.is_wide(fit.spec)
     return called.dtype == "float32" or frame.is_wide(fit.spec)
+
+
+def _adds_columns_alone(fit: Fit) -> bool:
+    called, spec = fit.steps[0].before, fit.spec
+    return dataclasses.replace(called, D=spec.D, F=spec.F, V=spec.V) == spec
 
 
 def are_faster_in_runs(spec: LinearAttentionSpec) -> bool:
