@@ -15,7 +15,7 @@ In a causal call a row of out reads the sums over earlier keys, and a row of dk 
 later queries: keys are walked from the first chunk to the last, queries from the last to the first.
 Where rows see both sides through a decay, each of the two walks also runs in the other direction,
 and each run reads two states. Where each query sees its whole segment, without a decay, both walks
-go forwards and store the sums over each document (`wide_documents.py`).
+go forwards and store the sums over each document (`document_states.py`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ato_jax import mosaic
 from ato_jax.ops.linear_attention.alignment import runs_of_keys
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     causal_pieces,
+    document_states,
     frame,
     powers,
-    wide_documents,
     wide_factors,
     wide_powers,
 )
@@ -70,7 +70,7 @@ State = tuple[jax.Array, jax.Array]
 class States(NamedTuple):
     """The states of keys: S [B, G, runs, F, V] ahead of each run and z [B, G, chunks, F] ahead of
     each chunk; where rows see both sides through a decay also S and z behind each. With documents
-    they are those of `wide_documents.py`. In float16 they are multiplied by `powers`."""
+    they are those of `document_states.py`. In float16 they are multiplied by `powers`."""
 
     ahead: State
     behind: State | None
@@ -98,7 +98,7 @@ class Call:
     pieces: OfPieces | None
     borders: OfSequence
     factors: Factors | None
-    documents: wide_documents.OfRows | None
+    documents: document_states.OfRows | None
 
     @property
     def both_ways(self) -> bool:
@@ -113,7 +113,7 @@ def call_of(spec: LinearAttentionSpec, deal: mosaic.Deal, inputs: Inputs) -> Cal
         pieces = of_pieces(spec, deal, gates, borders.begun)
         gates = pieces.gates
     if frame.by_documents(spec):
-        return Call(spec, deal, pieces, borders, None, wide_documents.of_rows(spec, borders))
+        return Call(spec, deal, pieces, borders, None, document_states.of_rows(spec, borders))
     return Call(spec, deal, pieces, borders, factors_of(spec, gates, borders), None)
 
 
@@ -336,7 +336,7 @@ def _with_factors(
 
 
 def _with_documents(
-    spec: LinearAttentionSpec, given: Arrays, found: wide_documents.OfRows, from_the_end: bool
+    spec: LinearAttentionSpec, given: Arrays, found: document_states.OfRows, from_the_end: bool
 ) -> Arrays:
     """The arrays of a pass whose rows read the sums over their document."""
     makes_z = given.reader is not None and not from_the_end and spec.normalize

@@ -44,7 +44,7 @@ class Arrays(NamedTuple):
     reads_of_chunk: Any = None  # in DQ, the factor of what a row reads of its chunk's z
     powers: Any = None  # [B, G, 3 or 5] float32 in float16 (`wide_powers.py`)
     beyond: Beyond | None = None
-    documents: Any = None  # `wide_documents.Documents`, where these are what each row sees
+    documents: Any = None  # `document_states.Documents`, where these are what each row sees
 
 
 class Left(NamedTuple):

@@ -4,7 +4,7 @@ A launch has one `Runs` for each of its passes. Its properties answer which oper
 how it multiplies them; its methods answer, for a unit (an `Item`), how many chunks it sees and in
 which place of the ring each tile is. A "side" is 0 for the rows ahead of a run, or behind it in DV
 and DK, and 1 for the other direction. In calls with documents it is 0 for a run's first document
-and 1 for its last one (`wide_documents.py`).
+and 1 for its last one (`document_states.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from ato_jax import device, mosaic
 from ato_jax.mosaic import F32, HALF, Array, Buffer, Item, Ring, Role, Signal
 from ato_jax.mosaic.tiles import tiled
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, row_copies, wide_documents
+from ato_jax.ops.linear_attention.mosaic_gpu import document_states, feature_maps, row_copies
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.wide_run_arrays import Arrays, Pass
 from ato_jax.ops.linear_attention.scans.chunks import CHUNKS_OF_RUN
@@ -284,7 +284,7 @@ class Runs:
 
     @property
     def of_documents(self) -> bool:
-        """Whether the states are the sums over whole documents (`wide_documents.py`)."""
+        """Whether the states are the sums over whole documents (`document_states.py`)."""
         return self.arrays.documents is not None
 
     def of_run(self, item: Item, field: int) -> Any:
@@ -298,7 +298,7 @@ class Runs:
         """With the numbers loaded that say how many tiles a unit has."""
         if not self.of_documents:
             return self
-        fields = wide_documents.STATE + 1, wide_documents.PAIRS
+        fields = document_states.STATE + 1, document_states.PAIRS
         return dataclasses.replace(self, unit={field: self.of_run(item, field) for field in fields})
 
     def with_vectors(self, item: Item, own: Any) -> Runs:
@@ -306,23 +306,23 @@ class Runs:
         if not self.of_documents:
             return self
         chunks = {
-            wide_documents.VECTOR + side: self.chunk_of_vectors(item, own, side)
+            document_states.VECTOR + side: self.chunk_of_vectors(item, own, side)
             for side in range(self.sides)
         }
         return dataclasses.replace(self, unit={**self.unit, **chunks})
 
     def has_last(self, item: Item) -> Any:
         """Whether rows read the state of the run's last document, too."""
-        return self.of_run(item, wide_documents.STATE + 1) >= 0
+        return self.of_run(item, document_states.STATE + 1) >= 0
 
     def has_pairs(self, item: Item) -> Any:
         """Whether rows see others of their run pair by pair."""
-        return not self.of_documents or self.of_run(item, wide_documents.PAIRS) > 0
+        return not self.of_documents or self.of_run(item, document_states.PAIRS) > 0
 
     def run_of_states(self, item: Item, side: int) -> Any:
         """The run whose state the unit reads on a side."""
         if self.of_documents:
-            return self.of_run(item, wide_documents.STATE + side)
+            return self.of_run(item, document_states.STATE + side)
         return lax.div(item.piece * UNIT, CHUNKS_OF_RUN)
 
     def is_behind(self, side: int) -> bool:
@@ -394,15 +394,15 @@ class Runs:
     def chunk_of_vectors(self, item: Item, own: Any, side: int = 0) -> Any:
         """The chunk whose z or u a warpgroup's rows read. DQ computes z of each row from that of
         the row's own chunk; the other passes read that of the run."""
-        if self.unit is not None and wide_documents.VECTOR in self.unit:
-            return self.unit[wide_documents.VECTOR + side]
+        if self.unit is not None and document_states.VECTOR in self.unit:
+            return self.unit[document_states.VECTOR + side]
         if self.of is Pass.DQ:
             own_chunk = self.own_chunk(item, own)
             if self.of_documents:
                 return self.arrays.documents.chunks[item.batch, own_chunk, side]
             return own_chunk
         if self.of_documents:
-            return self.of_run(item, wide_documents.VECTOR + side)
+            return self.of_run(item, document_states.VECTOR + side)
         return self.last_of_run(item) if self.is_behind(side) else self.first_of_run(item)
 
     def tile_of_state(self, item: Item, block: int, side: int = 0) -> Any:

@@ -23,7 +23,7 @@ over all keys that row i sees, DQ computes from G_i, in float32 and before it is
 With a decay or segments x_i T has a factor of row i, and w[i, j] the decay between the two rows,
 which is 0 across a segment's border (`wide_factors.py`). Where each query sees its whole segment,
 T is the sum over the row's document. A run reads that of its first document, that of its last one
-where this goes on behind the run, and pairs where documents lie inside it (`wide_documents.py`).
+where this goes on behind the run, and pairs where documents lie inside it (`document_states.py`).
 
 A unit is two chunks of 64 rows. One ring of tiles [64, D] brings all operands but x, in this order:
 tiles of T, y and p of each chunk of the run that the unit sees, tiles of the T of the run's last

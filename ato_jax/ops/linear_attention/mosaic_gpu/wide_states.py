@@ -12,7 +12,7 @@ behind each run. It reads inverse and e of each row, which the pass DQ of `wide_
 
 S and R are stored for each run, z and u for each chunk. Where rows see both sides through a decay,
 both walks also run in the other direction. Where each query sees its whole segment, without a
-decay, both walks go forwards and store the sums over each document once (`wide_documents.py`). A
+decay, both walks go forwards and store the sums over each document once (`document_states.py`). A
 chunk in which a document ends is then multiplied twice.
 
 With a decay or segments each row's term has a factor, and so has the sum at each chunk
@@ -58,10 +58,10 @@ from ato_jax.mosaic import (
 from ato_jax.mosaic.roles import workers_registers
 from ato_jax.mosaic.tiles import tiled
 from ato_jax.ops.linear_attention.mosaic_gpu import (
+    document_states,
     feature_maps,
     frame,
     row_copies,
-    wide_documents,
     wide_powers,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
@@ -137,7 +137,7 @@ class Walk:
     `deal` counts each part of a state as a head. `rows` are float32 vectors with a number for each
     row: inverse and e of queries, or a factor of keys; and last, if `has_keeps`, the factor of the
     sums ahead of the row's chunk. `powers` [B, heads, 2] are the powers of two of keys and sums.
-    `steps` are those of `wide_documents.OfRows`; None where the sums are not those of documents."""
+    `steps` are `document_states.OfRows.steps`; None where the sums are not those of documents."""
 
     spec: LinearAttentionSpec
     deal: mosaic.Deal
@@ -218,8 +218,8 @@ def wide_states(
         of `of_rows`.
       powers: [B, heads, 2] in float32, where the dtype is float16: of phi(k), and of the sums.
       from_the_end: whether the walk goes from the last chunk to the first.
-      steps: [B, chunks], of `wide_documents.OfRows`, for the sums over each document, stored
-        where `wide_documents.py` says. The places of other runs and chunks are not written.
+      steps: [B, chunks], of `document_states.OfRows`, for the sums over each document, stored
+        where `document_states.py` says. The places of other runs and chunks are not written.
     """
     heads, of_queries = deal.heads, len(of_rows) == 2
     deal = dataclasses.replace(deal, heads=heads * parts_of_state(spec))
@@ -418,21 +418,22 @@ def sum_documents(
         return tuple(sums), vector * keep + added
 
     end, begin = (
-        wide_documents.rows_in(step, field) for field in (wide_documents.END, wide_documents.BEGIN)
+        document_states.rows_in(step, field)
+        for field in (document_states.END, document_states.BEGIN)
     )
     own.chunks.produced.wait(slot)
 
     def complete() -> tuple[Any, Any]:
-        goes_on = wide_documents.is_set(step, wide_documents.GOES_ON)
+        goes_on = document_states.is_set(step, document_states.GOES_ON)
         found, of_document = add(row < end, goes_on, sums, vector)
         at_vector[...] = of_document
-        pl.when(wide_documents.is_set(step, wide_documents.STORES) > 0)(
+        pl.when(document_states.is_set(step, document_states.STORES) > 0)(
             lambda: store_sums(walk, item, lax.div(number, CHUNKS_OF_RUN), found)
         )
         return found, of_document
 
     sums, vector = lax.cond(end > 0, complete, lambda: (sums, vector))
-    keeps = wide_documents.is_set(step, wide_documents.KEEPS)
+    keeps = document_states.is_set(step, document_states.KEEPS)
     sums, vector = add(row >= begin, keeps, sums, vector)
     plgpu.commit_smem()  # the reads of this slot finish before the next load overwrites it
     own.chunks.consumed.arrive(slot)

@@ -13,6 +13,10 @@ row: such a document is *inner*, and its rows are multiplied pair by pair. In a 
 documents are not inner: the first one, and the last one if it goes on behind the run. A run
 reads the state of the first one, and that of the last one only if there is one. The same holds for
 z in chunks.
+
+A document that begins at a run's first row and ends in the run's first chunk is inner, too, and no
+row reads its state. In the gradients of a few rows that see only each other most terms cancel, all
+of them if it is one row. Then what is left must not have the rounding of a stored state.
 """
 
 from __future__ import annotations
@@ -104,6 +108,8 @@ def of_rows(spec: LinearAttentionSpec, borders: OfSequence) -> OfRows:
     of_run = where[:, first_chunk]
     beyond = of_next[:, last_chunk]
     has_beyond = goes_on[:, last_chunk] & (of_run <= last_chunk)
+    begins_run = fresh[:, first_chunk] | (first_chunk == 0)
+    is_short = begins_run & (end[:, first_chunk] > 0)
     in_runs = jnp.pad(begun[..., -1], ((0, 0), (0, missing))).reshape(B, runs, CHUNKS_OF_RUN)
     is_fresh = fresh[:, first_chunk].astype(jnp.int32)
     others = jnp.sum(in_runs, axis=2, dtype=jnp.int32) - is_fresh  # documents but the first one
@@ -112,7 +118,7 @@ def of_rows(spec: LinearAttentionSpec, borders: OfSequence) -> OfRows:
         jnp.where(has_beyond, beyond // CHUNKS_OF_RUN, -1),
         of_run,
         jnp.where(has_beyond, beyond, of_run),
-        (others > has_beyond).astype(jnp.int32),
+        ((others > has_beyond) | is_short).astype(jnp.int32),
     ]
     stores = ends_here & (jnp.repeat(of_run, CHUNKS_OF_RUN, axis=1)[:, :count] == number)
     steps = (end << END) + (borders.chunks[..., 1] << BEGIN)
@@ -124,7 +130,7 @@ def of_rows(spec: LinearAttentionSpec, borders: OfSequence) -> OfRows:
     rows = padded.reshape(B, runs, CHUNKS_OF_RUN, C)
     place = rows + before[..., None] - is_fresh[:, :, None, None]  # of the row's document
     reads = place == 0, (place == others[:, :, None, None]) & has_beyond[:, :, None, None]
-    reads = reads[0], reads[1] & ~reads[0]
+    reads = reads[0] & ~is_short[:, :, None, None], reads[1] & ~reads[0]
     of_chunk = begun - fresh[..., None].astype(jnp.int32)
     is_first = of_chunk == 0
     is_other = (of_chunk == of_chunk[..., -1:]) & has_last[..., None] & ~is_first
