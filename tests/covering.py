@@ -465,7 +465,7 @@ MOSAIC = Space(
         Rule(
             ("padding", "widths", "causal", "segments"),
             lambda padding, widths, causal, segments: (
-                padding != "none" and widths[0] > 128 and not causal and segments != "none"
+                padding != "none" and max(widths) > 128 and not causal and segments != "none"
             ),
             "does not support",  # lengths, or of both sides segments that differ
         ),
@@ -531,7 +531,7 @@ MOSAIC = Space(
         Rule(
             ("causal", "decay", "widths"),
             lambda causal, decay, widths: (
-                not causal and decay in ("head", "step") and widths[0] > 128
+                not causal and decay in ("head", "step") and max(widths) > 128
             ),
             None,  # no part of this array yet: tests/test_mosaic_wide_both_ways.py
         ),
@@ -571,7 +571,7 @@ MOSAIC = Space(
         ),
         Rule(
             ("dtype", "widths"),
-            lambda dtype, widths: dtype in ("float32", "TF32") and widths[0] > 128,
+            lambda dtype, widths: dtype in ("float32", "TF32") and max(widths) > 128,
             "needs D",
         ),
         Rule(

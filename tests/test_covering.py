@@ -55,7 +55,7 @@ ROWS_ON_A_CARD = {DELTA_RULE: 4, MOSAIC_DELTA_RULE: 4, DELTA_STEP: 15}
 COVERED = {
     "attention": (150, 2532, 734),
     "linear_attention": (116, 2186, 450),
-    "mosaic_gpu": (75, 1456, 502),
+    "mosaic_gpu": (78, 1454, 502),
     "mosaic_attention": (78, 1923, 201),
     "mosaic_gradients": (55, 1711, 0),
     "decode_attention": (49, 1158, 261),
@@ -167,6 +167,20 @@ def test_the_delta_rule_is_chosen_on_hopper() -> None:
             assert taken == "mosaic_gpu" or space is DELTA_RULE, covering.label(row)
             for phase in (found.forward, found.recorded, found.backward):
                 assert phase is not None and phase.backend == taken, covering.label(row)
+
+
+def test_hopper_takes_every_row() -> None:
+    """The forward pass of what rules do not exclude. Some gradients are another backend's."""
+
+    def check(row: Row) -> None:
+        with covering.as_on_a_card(row):
+            arguments, options = covering.qkv_and_options(MOSAIC, row)
+            found = ato_jax.explain("linear_attention", *arguments, **options)
+        refused = linear_mosaic_gpu.unsupported(found.spec, "forward")
+        assert refused is None, refused
+
+    found = failures(check, list(enumerate(covering.rows(MOSAIC))))
+    assert not found, "\n".join(found)
 
 
 @pytest.fixture

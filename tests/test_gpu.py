@@ -43,6 +43,7 @@ of_attention_and_decoding = pytest.mark.kernels("attention", "decode_attention")
 of_wide_heads = pytest.mark.kernels("wide_attention")
 of_mosaic_gpu = pytest.mark.kernels("mosaic_gpu")
 of_mosaic_documents = pytest.mark.kernels("mosaic_documents")
+of_wide_documents = pytest.mark.kernels("mosaic_gpu", "mosaic_documents")
 of_random_features = pytest.mark.kernels("random_features")
 of_mosaic_attention = pytest.mark.kernels("mosaic_attention")
 of_mosaic_delta_rule = pytest.mark.kernels("mosaic_delta_rule")
@@ -1117,8 +1118,8 @@ def test_blocks_of_values_of_mosaic_gpu(
 @pytest.mark.parametrize(
     ("T", "G", "D", "V", "kind", "options"),
     [
-        (9001, 2, 64, 144, None, {"layout": "bhtd"}),
-        (4096, 4, 128, 256, "step", {}),
+        (9001, 2, 64, 144, None, {"layout": "bhtd", "feature_map": "relu"}),
+        (4096, 4, 128, 256, "step", {"feature_map": "relu"}),
         (4096, 4, 96, 192, None, {"normalize": False, "return_state": True}),
     ],
 )
@@ -1278,7 +1279,7 @@ def test_any_rows_and_multiples_of_8_columns_of_mosaic_gpu(
     check("linear_attention", *qkv, **options | lengths)
 
 
-@of_mosaic_gpu
+@of_wide_documents
 @pytest.mark.parametrize(
     ("B", "T", "H", "G", "D", "rows", "options"),
     [
@@ -1378,8 +1379,8 @@ def test_gates_of_both_sides_in_runs_of_mosaic_gpu(
 @pytest.mark.parametrize(
     ("dtype", "decay", "B", "T", "H", "G", "D", "rows"),
     [
-        ("float16", None, 2, 9000, 4, 4, 128, 200),
-        ("float16", None, 2, 9001, 4, 2, 40, 30),
+        pytest.param("float16", None, 2, 9000, 4, 4, 128, 200, marks=of_wide_documents),
+        pytest.param("float16", None, 2, 9001, 4, 2, 40, 30, marks=of_wide_documents),
         ("bfloat16", "step", 2, 9000, 4, 4, 128, 200),
         ("bfloat16", "head", 2, 9001, 4, 4, 64, 30),
         ("bfloat16", "step", 2, 9001, 4, 4, 256, 1000),

@@ -67,7 +67,7 @@ def test_gradients(
 @pytest.mark.parametrize(
     "T, H, G, D, V, layout, decay, options",
     [
-        (72, 2, 1, 64, 144, "bthd", None, {}),
+        (72, 2, 1, 64, 144, "bthd", None, {"feature_map": "relu"}),
         (128, 1, 1, 128, 256, "bhtd", "mild", {}),
         (131, 1, 1, 128, 192, "bthd", "mild", MAMBA),
         (72, 1, 1, 96, 256, "bthd", None, PLAIN | options_of(2, 1, "bthd", True, 96, 256)),
