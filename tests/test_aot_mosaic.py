@@ -101,7 +101,7 @@ CALLS = [
         {
             "causal_wide_output": 44,
             "causal_wide_query_gradient": 320,
-            "causal_wide_key_gradients": 184,
+            "causal_wide_key_gradients": 200,
         },
     ),
     (
