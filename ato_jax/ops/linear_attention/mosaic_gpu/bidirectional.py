@@ -181,6 +181,6 @@ def _key_gradient(
     inputs: Inputs,
     sums: whole_units.SumsOfQueries,
 ) -> tuple[jax.Array, jax.Array]:
-    """dk and dv."""
+    """Launches the kernel for heads of this width, and returns dk and dv."""
     key_gradient = wide_key_gradient if frame.is_wide(spec) else whole_key_gradient
     return key_gradient(spec, of_keys, inputs.k, inputs.v, sums, inputs.kv_lengths)

@@ -14,9 +14,10 @@ documents are not inner: the first one, and the last one if it goes on behind th
 reads the state of the first one, and that of the last one only if there is one. The same holds for
 z in chunks.
 
-A document that begins at a run's first row and ends in the run's first chunk is inner, too, and no
-row reads its state. In the gradients of a few rows that see only each other most terms cancel, all
-of them if it is one row. Then what is left must not have the rounding of a stored state.
+A document that begins at a run's first row and ends in the run's first chunk is inner, too: its
+state is stored, but its rows multiply it by 0. In the gradients of a few rows that see only each
+other most terms cancel; in those of a single row all do. The rounding of a stored state would be
+large beside what is left.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ STATE, VECTOR, PAIRS = 0, 2, 4
 
 
 class Documents(NamedTuple):
-    """What the kernels of `wide_runs.py` read, int32."""
+    """The int32 arrays that tell the kernels of `wide_runs.py` where states and vectors lie."""
 
     runs: Any  # [B, runs, 5]
     chunks: Any  # [B, chunks up to a whole run, 2]: VECTOR of the chunk's first and last document

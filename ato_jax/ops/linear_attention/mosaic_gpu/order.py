@@ -42,14 +42,14 @@ ENOUGH_ROWS_BOTH_WAYS = 2**17
 # forward + backward in ms, and Triton's: B8 H16 D32 0.362, 1.29 (0.475, 1.59), B8 H42 D24 1.01,
 # 3.68 (0.91, 3.59), B8 H7 D72 0.417, 1.71 (0.598, 2.22).
 LEAST_FILLED = 1 / 4
-# The same share of tiles of more than 128 columns. Where every query sees every key, B8 H8 T16384
+# This share for tiles of more than 128 columns. Where every query sees every key, B8 H8 T16384
 # D64 V144 took 0.371 and 1.43, and by Triton's kernels 0.547 and 2.15; in float16 V 136 0.501 and
 # 1.59, and by products of plain JAX 1.33 and 3.93.
 LEAST_FILLED_OF_WIDE = 1 / 5
-# The same share where a call has a decay per step or head, and two heads share a tile. With a decay
+# This share where a call has a decay per step or head, and two heads are in one tile. With a decay
 # per step B8 H42 D24 took 1.08 and 4.21, and by Triton's kernels 1.29 and 6.12.
 LEAST_FILLED_WITH_A_DECAY = 1 / 8
-# The same share where a call has a decay per channel and no gradients are taken. B8 H16 D32 took
+# This share where a call has a decay per channel and no gradients are taken. B8 H16 D32 took
 # 0.715, and by Triton's kernels 0.675.
 LEAST_FILLED_BY_CHANNEL = 3 / 8
 # Elements of q, of which copies cost less than the kernels gain; and of wide heads in documents or

@@ -53,7 +53,7 @@ LEAST_SHARE = 2.0**-24  # float16's smallest positive number
 
 
 class SumsOfQueries(NamedTuple):
-    """What the kernels of dk and dv read of all queries.
+    """The sums over all queries that the kernels for dk and dv read.
 
     Args:
       r: R [B, G, F, V] in the dtype of tiles.

@@ -415,7 +415,8 @@ class Runs:
         return item.before + self.tiles_ahead + 2 * turn + number
 
     def tile_of_key(self, item: Item, own: Any) -> Any:
-        """Of the tiles that come behind the states, where `rereads_keys`."""
+        """The number of the tile with the keys of a warpgroup's own chunk. A pass that
+        `rereads_keys` loads these tiles behind those of states."""
         of_chunks = 2 * self.turns(item) + self.last_tiles_of_states(item)
         return item.before + self.tiles_ahead + of_chunks + own
 
