@@ -54,11 +54,10 @@ from ato_jax.ops.delta_rule.mosaic_gpu.frame import PARTS, C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 STAGES = 1
+F, N = range(2)
 # Columns of a tile of float32 that is copied untiled, too.
 OF_FLOATS = 32
 QUERIES = PARTS  # the number of q's tile behind those of k
-# Numbers of each step that workers leave for each other in `Storage.of_steps`.
-OF_BETA, DIAGONAL = range(2)
 
 
 def parts_of_corrected(spec: DeltaRuleSpec) -> int:
@@ -78,9 +77,9 @@ def storage_of(spec: DeltaRuleSpec) -> Storage:
         "rows": Buffer(tiling.of_rows(blocks, PARTS + 1, C, HALF)),
         "ddecay": Buffer(of_floats.of_rows(blocks, HALF // OF_FLOATS, C, OF_FLOATS)),
         "of_steps": Buffer(plgpu.SMEM((2, C), F32)),
+        "formed": Buffer(tiling.shared(PARTS + parts_of_corrected(spec), C, C)),
     }
-    parts = parts_of_corrected(spec)
-    return chunk_gradient.storage_of(spec, STAGES, parts, loaded, made)
+    return chunk_gradient.storage_of(spec, STAGES, loaded, made)
 
 
 class Gradients(NamedTuple):
@@ -105,26 +104,31 @@ def chunk_gradients(spec: DeltaRuleSpec, config: Config, arrays: dict[str, jax.A
     return Gradients(**found)
 
 
-def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
+def one_chunk(kernel: Kernel, number: Any, item: Item) -> None:
     own, spec = kernel.own, kernel.spec
+    # So that addresses are computed for each chunk: ahead of the loop over chunks they are spilled.
+    number = mosaic.plus_zero(jnp.int32(number), item.first_row)
     formed = formed_by(kernel, number)
 
     def factors_of(columns: Columns) -> list[Factors]:
-        pairs = chunk_gradient.of_pairs(columns)
-        return chunk_gradient.of_states(spec, number, columns) + [pairs[one] for one in formed]
+        of_states = chunk_gradient.of_states(spec, number, columns)
+        return of_states + [
+            [(columns.cotangents.at[which], part.T) for part in columns.written] for which in formed
+        ]
 
     def dots_of(columns: Columns) -> list[jax.Array]:
-        """dr . u, which one worker forms, and S dS', which is to be summed up over its rows."""
+        """S dS', which is to be summed up over its rows."""
         of_states = load(columns.states.at[number]).astype(F32)
-        of_states *= load(columns.dstates.at[number]).astype(F32)
-        return [*(chunk_gradient.dots_of_errors(columns) if number == 0 else ()), of_states]
+        return [of_states * load(columns.dstates.at[number]).astype(F32)]
 
-    (read, recalled, written, *pairs), (*of_beta, of_states) = chunk_gradient.multiply_columns(
-        kernel, item, (3 + len(formed), 1 if number == 0 else 0, 1), factors_of, dots_of
+    (read, recalled, written, *pairs), (of_states,) = chunk_gradient.multiply_columns(
+        kernel, item, (3 + len(formed), 0, 1), factors_of, dots_of
     )
     own.chunks.produced.wait(0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    publish_pairs(kernel, dict(zip(formed, pairs, strict=True)), of_beta)
+    for which, found in zip(formed, pairs, strict=True):
+        publish_pairs(kernel, which, found)
+    plgpu.commit_smem()
     decays = [own.decays.at[number]]
     (from_start,) = channel.factors(channel.from_start(), decays)
     dq, recalled = read * from_start, -recalled * from_start
@@ -141,7 +145,7 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     add = functools.partial(add_level, kernel, number, item)
     dq, dk, of_steps = channel.over_levels(own.numbers[frame.ONE_LEVEL, 0], add, sums)
     leave_decay(kernel, number, item, of_steps)
-    of_pairs = mosaic.in_columns(load(own.of_steps.at[DIAGONAL], OF_ROWS), HALF)
+    of_pairs = mosaic.in_columns(load(own.of_steps.at[F], OF_ROWS), HALF)
     dq = (dq + of_pairs * keys_of(kernel, number)) * factor_of(kernel, frame.OF_QUERIES)
     dk = dk + of_pairs * queries_of(kernel, number)
     if spec.normalize_qk:
@@ -157,30 +161,30 @@ def one_chunk(kernel: Kernel, number: int, item: Item) -> None:
     own.done.wait()
 
 
-def formed_by(kernel: Kernel, number: int) -> list[int]:
-    """Which of F (0) and N (1) a worker forms."""
-    last = frame.blocks_of_key(kernel.spec) - 1
-    return [which for which, worker in enumerate((0, last)) if worker == number]
+def formed_by(kernel: Kernel, number: Any) -> list[Any]:
+    """Which of F and N a worker forms: both, where there is one worker."""
+    return [F, N] if frame.blocks_of_key(kernel.spec) == 1 else [number]
 
 
-def publish_pairs(kernel: Kernel, formed: dict[int, jax.Array], of_beta: list[jax.Array]) -> None:
-    """Stores F (0) and -N (1), where this worker forms them: all pairs below the diagonal, of which
-    a level takes its own."""
+def publish_pairs(kernel: Kernel, which: Any, pairs: jax.Array) -> None:
+    """Stores F or -N, all pairs below the diagonal, of which a level takes its own; and the
+    diagonal. That of N is dr . u, of which dbeta is made."""
     own = kernel.own
     row, column = mosaic.hidden_position(0), mosaic.hidden_position(1)
-    for which, pairs in formed.items():
-        below = jnp.where(row > column, pairs, 0.0)
-        if which == 1:
-            parts = frame.in_two_parts(-below)
-            for part in range(parts_of_corrected(kernel.spec)):
-                own.corrected.at[part][...] = parts[part]
-            continue
-        diagonal = jnp.where(row == column, pairs, 0.0)
-        own.of_steps.at[DIAGONAL][...] = jnp.sum(diagonal, axis=1)
-        own.of_steps.at[OF_BETA][...] = of_beta[0]
-        for part, rounded in enumerate(frame.in_two_parts(below)):
-            own.read.at[part][...] = rounded
-    plgpu.commit_smem()
+    diagonal = jnp.where(row == column, pairs, 0.0)
+    own.of_steps.at[which][...] = jnp.sum(diagonal, axis=1)
+    sign = jnp.where(jnp.int32(which) == F, jnp.float32(1), jnp.float32(-1))
+    first, rest = frame.in_two_parts(jnp.where(row > column, pairs, 0.0) * sign)
+    place = which * PARTS
+    own.formed.at[place][...] = first
+
+    def store_rest() -> None:
+        own.formed.at[place + 1][...] = rest
+
+    if parts_of_corrected(kernel.spec) == PARTS:
+        store_rest()
+    else:
+        pl.when(which == F)(store_rest)
 
 
 def factor_of(kernel: Kernel, which: int) -> jax.Array:
@@ -188,12 +192,12 @@ def factor_of(kernel: Kernel, which: int) -> jax.Array:
     return mosaic.in_columns(load(kernel.own.numbers.at[which], OF_ROWS), HALF)
 
 
-def queries_of(kernel: Kernel, number: int) -> jax.Array:
+def queries_of(kernel: Kernel, number: Any) -> jax.Array:
     """64 columns of q with the factors of its rows, [64, 64]."""
     return load(kernel.own.q.at[number]).astype(F32) * factor_of(kernel, frame.OF_QUERIES)
 
 
-def keys_of(kernel: Kernel, number: int) -> jax.Array:
+def keys_of(kernel: Kernel, number: Any) -> jax.Array:
     """64 columns of k, likewise."""
     k = load(kernel.own.k.at[number]).astype(F32)
     return k * factor_of(kernel, frame.OF_KEYS) if kernel.spec.normalize_qk else k
@@ -201,7 +205,7 @@ def keys_of(kernel: Kernel, number: int) -> jax.Array:
 
 def add_level(
     kernel: Kernel,
-    number: int,
+    number: Any,
     item: Item,
     level: Level,
     sums: tuple[jax.Array, jax.Array, jax.Array],
@@ -210,13 +214,13 @@ def add_level(
     adds to both of its steps then cancels in the sums over both."""
     own, (dq, dk, of_steps) = kernel.own, sums
     # So that nothing that is the same for all levels is held in registers over all of them.
-    number_here = mosaic.plus_zero(jnp.int32(number), item.first_row + level.size)
-    decays = [own.decays.at[number_here]]
+    number = mosaic.plus_zero(number, item.first_row + level.size)
+    decays = [own.decays.at[number]]
 
     def exponents() -> jax.Array:
         return channel.exponents(channel.to_middle(level.size), decays)[0]
 
-    rows: list[Any] = [own.rows.at[number_here, n] for n in range(PARTS + 1)]
+    rows: list[Any] = [own.rows.at[number, n] for n in range(PARTS + 1)]
 
     def store_keys(factor: jax.Array) -> None:
         parts = frame.in_two_parts(keys_of(kernel, number) * factor)
@@ -230,7 +234,7 @@ def add_level(
     plgpu.commit_smem()
     keys = rows[0], rows[1]
     here = None if level.has_all else level.pairs()
-    pairs = tuple(of_pairs(here, own.read.at[part]) for part in range(PARTS))
+    pairs = tuple(of_pairs(here, own.formed.at[part]) for part in range(PARTS))
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), frame.products((pairs[0], pairs[1]), keys)))
     dq = dq + found * reads
     of_steps = of_steps + load(rows[QUERIES]).astype(F32) * found
@@ -242,7 +246,7 @@ def add_level(
     plgpu.commit_smem()
     here = None if level.has_all else level.pairs(turned=True)
     products = [
-        (of_pairs(here, own.read.at[part], turned=True), rows[QUERIES]) for part in range(PARTS)
+        (of_pairs(here, own.formed.at[part], turned=True), rows[QUERIES]) for part in range(PARTS)
     ]
     products += factors_of_corrected(kernel, here, keys, turned=True)
     (found,) = mosaic.multiply((mosaic.zeros(C, HALF), products))
@@ -256,7 +260,7 @@ def factors_of_corrected(
 ) -> list[tuple[jax.Array, Any]]:
     """Factors of -N @ k, or of its transpose, for the pairs that are `here`."""
     first, *rest = (
-        of_pairs(here, kernel.own.corrected.at[part], turned)
+        of_pairs(here, kernel.own.formed.at[PARTS + part], turned)
         for part in range(parts_of_corrected(kernel.spec))
     )
     return [*((first, k) for k in keys), *((part, keys[0]) for part in rest)]
@@ -268,7 +272,7 @@ def of_pairs(here: jax.Array | None, tile: Any, turned: bool = False) -> jax.Arr
     return pairs if here is None else jnp.where(here, pairs, jnp.zeros_like(pairs))
 
 
-def begin_decay(kernel: Kernel, number: int, of_last: jax.Array) -> None:
+def begin_decay(kernel: Kernel, number: Any, of_last: jax.Array) -> None:
     """Stores in each row of ddecay the sum of S' dS', that of the rows of `of_last` [64, 64]."""
     # All rows, by a condition that no compiler knows to hold (hidden_position says why).
     found = sums_of_steps(kernel, number, mosaic.hidden_position(0) >= 0, of_last)
@@ -282,7 +286,7 @@ def halves(tile: jax.Array) -> list[jax.Array]:
     return [tile[:, first : first + OF_FLOATS] for first in range(0, HALF, OF_FLOATS)]
 
 
-def sums_of_steps(kernel: Kernel, number: int, where: jax.Array, terms: jax.Array) -> jax.Array:
+def sums_of_steps(kernel: Kernel, number: Any, where: jax.Array, terms: jax.Array) -> jax.Array:
     """[64, 64]: in row t the sum of the rows s of `terms` for which `where` [t, s] holds."""
     rows: list[Any] = [kernel.own.rows.at[number, part] for part in range(PARTS)]
     for to, part in zip(rows, frame.in_two_parts(terms), strict=True):
@@ -293,7 +297,7 @@ def sums_of_steps(kernel: Kernel, number: int, where: jax.Array, terms: jax.Arra
     return found
 
 
-def leave_decay(kernel: Kernel, number: int, item: Item, of_steps: jax.Array) -> None:
+def leave_decay(kernel: Kernel, number: Any, item: Item, of_steps: jax.Array) -> None:
     """Adds to ddecay the sums of dL, `of_steps`, over each step and all later ones, and stores it,
     but 0 for decays of `LEAST_DECAY` and less. What pairs on the diagonal add to dL cancels, and is
     left out."""
@@ -314,7 +318,7 @@ def leave_decay(kernel: Kernel, number: int, item: Item, of_steps: jax.Array) ->
         plgpu.copy_smem_to_gmem(mosaic.for_copy(own.ddecay.at[number, n]), target)
 
 
-def leave_rows(kernel: Kernel, number: int, item: Item, dq: jax.Array, dk: jax.Array) -> None:
+def leave_rows(kernel: Kernel, number: Any, item: Item, dq: jax.Array, dk: jax.Array) -> None:
     own = kernel.own
     tiles = own.rows.at[number, 0], own.rows.at[number, 1]
     for tile, found in zip(tiles, (dq, dk), strict=True):
@@ -322,6 +326,8 @@ def leave_rows(kernel: Kernel, number: int, item: Item, dq: jax.Array, dk: jax.A
     plgpu.commit_smem()  # also what was read of the slot, ahead of the load that overwrites it
     own.chunks.consumed.arrive(0)
     kernel.store_rows(item, number, *tiles)
-    if number == 0:
+
+    @pl.when(number == 0)
+    def _() -> None:
         target = kernel.dbeta.at[item.batch, item.head, item.piece]
-        plgpu.copy_smem_to_gmem(own.of_steps.at[OF_BETA], target)
+        plgpu.copy_smem_to_gmem(own.of_steps.at[N], target)

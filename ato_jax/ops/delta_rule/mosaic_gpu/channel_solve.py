@@ -88,17 +88,19 @@ class Solved(NamedTuple):
 
     solved: jax.Array  # X, [B, H, chunks, PARTS, 64, 64] bfloat16
     pairs: jax.Array  # P, likewise
-    read: jax.Array  # q^, [B, H, chunks, D / 64, PARTS, 64, 64] bfloat16
+    read: jax.Array  # q^, [B, H, chunks, D / 64, parts, 64, 64] bfloat16
     recalled: jax.Array  # k^, likewise
-    written: jax.Array  # k~, likewise
+    written: jax.Array  # k~, likewise, in PARTS parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """The call, the blocks' work, the arrays in global memory, and the storage of a block."""
+    """The call, the blocks' work, in how many parts q^ and k^ are left, the arrays in global
+    memory, and the storage of a block."""
 
     spec: DeltaRuleSpec
     deal: mosaic.Deal
+    parts: int
     own: Storage
     found: Solved
     q: Any
@@ -111,24 +113,36 @@ class Kernel:
 
     def leave(self, item: Item, worker: Any, to: Any, tiles: list[Any]) -> None:
         """Stores tiles [64, 64] to their places behind the chunk's in `to`, by axes of one or two
-        numbers, once their bytes are there; and waits until they may be overwritten."""
+        numbers, once their bytes are there."""
         plgpu.commit_smem()
         for at, tile in tiles:
             plgpu.copy_smem_to_gmem(tile, to.at[(*self.place(item, worker), *at)])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def solve_chunks(
-    spec: DeltaRuleSpec, config: Config, inputs: Inputs, decays: jax.Array, numbers: jax.Array
+    spec: DeltaRuleSpec,
+    config: Config,
+    inputs: Inputs,
+    decays: jax.Array,
+    numbers: jax.Array,
+    *,
+    parts: int,
 ) -> Solved:
+    """Launches the kernel.
+
+    Args:
+      parts: of q^ and k^. The forward walk reads one of each.
+    """
     deal = frame.deal_of_chunks(spec, config, WORKERS)
     shape = (spec.B, spec.H, deal.pieces * WORKERS)
     square = jax.ShapeDtypeStruct((*shape, PARTS, C, C), BF16)
-    rows = jax.ShapeDtypeStruct((*shape, frame.blocks_of_key(spec), PARTS, C, HALF), BF16)
+    blocks = *shape, frame.blocks_of_key(spec)
+    written = jax.ShapeDtypeStruct((*blocks, PARTS, C, HALF), BF16)
+    rows = jax.ShapeDtypeStruct((*blocks, parts, C, HALF), BF16)
 
     def bind(*, own: Storage, **refs: Any) -> Kernel:
         leaves = Solved(**{name: refs.pop(name) for name in Solved._fields})
-        return Kernel(spec, deal, own, leaves, **refs)
+        return Kernel(spec, deal, parts, own, leaves, **refs)
 
     found = frame.launch(
         "channel_solve",
@@ -137,7 +151,7 @@ def solve_chunks(
         ((MEMORY, memory), (WORKER, work)),
         bind,
         {"q": inputs.q, "k": inputs.k, "decays": decays, "numbers": numbers},
-        dict(zip(Solved._fields, (square, square, rows, rows, rows), strict=True)),
+        dict(zip(Solved._fields, (square, square, rows, rows, written), strict=True)),
     )
     return Solved(**found)
 
@@ -175,6 +189,8 @@ def work(kernel: Kernel) -> None:
 def one_chunk(kernel: Kernel, worker: Any, item: Item) -> None:
     own = kernel.own
     own.chunks.produced.wait(0)
+    # The last chunk's rows are copied; its X, of the latest copies, may not be.
+    plgpu.wait_smem_to_gmem(solve.COPIES, wait_read_only=True)
     worker = mosaic.plus_zero(worker, item.first_row)
     numbers = own.numbers.at[worker]
     lower, pairs = decayed_pairs(kernel, worker, item.first_row)
@@ -256,29 +272,42 @@ def decayed_pairs(kernel: Kernel, worker: Any, first_row: Any) -> tuple[jax.Arra
 
 
 def leave_rows(kernel: Kernel, worker: Any, item: Item, pairs: jax.Array) -> None:
-    """Stores P, q^, k^ and k~, tile by tile through the same memory."""
+    """Stores P, q^, k^ and k~, tile by tile through the same memory. What is stored is computed
+    while the copies of what lies there are in flight."""
     own, spec, found = kernel.own, kernel.spec, kernel.found
     decays = frame.blocks_at(spec, own.decays, worker)
     rows: Any = own.rows.at[worker]
+    both = range(PARTS)
     for part, rounded in enumerate(frame.in_two_parts(pairs)):
         rows.at[0, part][...] = rounded
-    kernel.leave(item, worker, found.pairs, [((part,), rows.at[0, part]) for part in range(PARTS)])
+    kernel.leave(item, worker, found.pairs, [((part,), rows.at[0, part]) for part in both])
     from_start = channel.factors(channel.from_start(), decays)
-    leave_products(kernel, worker, item, queries_of, from_start, found.read)
-    leave_products(kernel, worker, item, keys_of, from_start, found.recalled)
+    # k^ in one part lies beside q^.
+    of_queries, of_keys = (both, both) if kernel.parts == PARTS else (both[:1], both[1:])
+    leave_products(kernel, worker, item, queries_of, from_start, found.read, of_queries)
+    leave_products(kernel, worker, item, keys_of, from_start, found.recalled, of_keys)
     to_end = channel.factors(channel.to_end(), decays)
-    leave_products(kernel, worker, item, keys_of, to_end, found.written)
+    leave_products(kernel, worker, item, keys_of, to_end, found.written, both)
 
 
 def leave_products(
-    kernel: Kernel, worker: Any, item: Item, rows_of: Any, factors: list[Any], to: Any
+    kernel: Kernel,
+    worker: Any,
+    item: Item,
+    rows_of: Any,
+    factors: list[Any],
+    to: Any,
+    places: range,
 ) -> None:
-    """Stores the rows of `keys_of` or `queries_of` times the factors, in two parts."""
+    """Stores the rows of `keys_of` or `queries_of` times the factors, in as many parts as there are
+    places for them."""
     rows: Any = kernel.own.rows.at[worker]
     tiles = []
     for n, factor in enumerate(factors):
         found = frame.in_two_parts(rows_of(kernel, worker, n) * factor)
-        for part, rounded in enumerate(found):
-            rows.at[n, part][...] = rounded
-            tiles.append(((n, part), rows.at[n, part]))
+        if n == 0 and places[0] == 0:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, place in enumerate(places):
+            rows.at[n, place][...] = found[part]
+            tiles.append(((n, part), rows.at[n, place]))
     kernel.leave(item, worker, to, tiles)

@@ -24,6 +24,8 @@ states, and dbeta:
          done: all wait until F and N may be overwritten, and the sums of all are there
 
 With a decay per channel there are no registers for one more: worker 0 forms F, and the last one N.
+Two workers then run the same instructions: with a copy for each, fetching them took half the time
+(docs/notes/delta_rule.md).
 
     WORKER
          pairs: all wait for F and N
@@ -66,7 +68,7 @@ def roles_of(spec: DeltaRuleSpec) -> tuple[Role | None, Role]:
     """PAIRS, where there is one, and WORKER."""
     count = frame.blocks_of_key(spec)
     if spec.decay == "channel":
-        return None, frame.worker_role(count, unrolled=True)
+        return None, frame.worker_role(count)
     pairs, worker = REGISTERS[count]
     return Role("pairs", pairs), Role("worker", worker, count, unrolled=True)
 
@@ -75,10 +77,9 @@ def roles_of(spec: DeltaRuleSpec) -> tuple[Role | None, Role]:
 class Storage(mosaic.Storage):
     """None where a kernel does not have it."""
 
-    dout: Array  # [stages, 64, 64]
+    cotangents: Array  # [2, stages, 64, 64] dout and dr
     written: Array  # [stages, PARTS, 64, 64] u
-    dr: Array  # as dout
-    rest: Array  # as dout: dr's second part
+    rest: Array  # [stages, 64, 64] dr's second part
     states: Array  # [stages, D / 64, 64, 64] S^T
     dstates: Array  # as states: dS'^T
     q: Array  # [D / 64, 64, 64]
@@ -87,7 +88,8 @@ class Storage(mosaic.Storage):
     numbers: Array  # [NUMBERS, 64] float32
     kept: Array  # [D] float32: exp2(L_C), for a decay per channel
     read: Array  # [PARTS, 64, 64] F
-    corrected: Array  # [1 or PARTS, 64, 64] -N
+    corrected: Array  # [PARTS, 64, 64] -N
+    formed: Array  # F and then -N, for a decay per channel: [3, 64, 64], or 4 where D = 64
     sums: Array  # [D / 64, SUMS, 64] float32, for a decay per step
     rows: Array  # [D / 64, PARTS + 1, 64, 64]
     ddecay: Array  # [D / 64, 2, 64, 32] float32
@@ -104,20 +106,18 @@ class Storage(mosaic.Storage):
 def storage_of(
     spec: DeltaRuleSpec,
     stages: int,
-    parts_of_corrected: int,
     loaded: dict[str, Buffer],
     made: dict[str, Buffer],
 ) -> Storage:
     """Args:
     stages: slots for 64 of v's columns.
-    parts_of_corrected: in how many parts N is.
     loaded: what one of the kernels loads beside q, k and the numbers.
-    made: what it leaves, and what its workers store for each other, beside F and N.
+    made: what it leaves, and what its warpgroups store for each other, F and N among it.
     """
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
     pairs, worker = roles_of(spec)
     readers = (worker,) if pairs is None else (worker, pairs)
-    dout, dr = (Buffer(tiling.of_rows(stages, C, HALF)) for _ in range(2))
+    cotangents = Buffer(tiling.of_rows(2, stages, C, HALF), copies=2)
     written = Buffer(tiling.shared(stages, PARTS, C, HALF), copies=PARTS)
     states = [Buffer(tiling.shared(stages, blocks, HALF, HALF), copies=blocks) for _ in range(2)]
     q, k = (Buffer(tiling.of_rows(blocks, C, HALF), copies=blocks) for _ in range(2))
@@ -125,16 +125,13 @@ def storage_of(
     rest = {"rest": Buffer(tiling.of_rows(stages, C, HALF))} if spec.decay == "step" else {}
     own: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Storage))
     own |= dict(
-        dout=dout,
+        cotangents=cotangents,
         written=written,
-        dr=dr,
         states=states[0],
         dstates=states[1],
-        read=Buffer(tiling.of_rows(PARTS, C, C)),
-        corrected=Buffer(tiling.of_rows(parts_of_corrected, C, C)),
         dot_sums=Buffer(plgpu.SMEM((blocks, 2, C), F32)),
         chunks=Ring.of(1, loaded.values(), readers),
-        columns=Ring.of(stages, (dout, dr, *rest.values(), written, *states), readers),
+        columns=Ring.of(stages, (cotangents, *rest.values(), written, *states), readers),
         done=Signal((worker,)),
     )
     if pairs is None:
@@ -188,7 +185,7 @@ class Kernel:
     def place(self, item: Item) -> tuple[Any, Any, Any]:
         return item.batch, item.head, item.piece
 
-    def store_rows(self, item: Item, number: int, dq: Any, dk: Any) -> None:
+    def store_rows(self, item: Item, number: Any, dq: Any, dk: Any) -> None:
         """Copies tiles of 64 columns of dq and dk to their places."""
         tiling = frame.tiling(self.spec)
         for tile, ref in ((dq, self.dq), (dk, self.dk)):
@@ -203,7 +200,7 @@ def launch(
     own: Storage,
     given: dict[str, jax.Array],
     types: dict[str, Any],
-    one_chunk: Callable[[Kernel, int, Item], None],
+    one_chunk: Callable[[Kernel, Any, Item], None],
     hand_pairs: Callable[[Kernel], None] | None = None,
 ) -> dict[str, jax.Array]:
     """Launches a kernel whose worker does `one_chunk` for each chunk, and PAIRS `hand_pairs`;
@@ -255,10 +252,11 @@ def load_columns(kernel: Kernel, item: Item, rows: Any, block: Any, _: None) -> 
     slot = kernel.slot(lambda: step)
     own.columns.acquire(step)
     barrier = own.columns.produced.at[slot]
-    for ref, tiles in ((kernel.dout, own.dout), (kernel.dr, own.dr), (kernel.rest, own.rest)):
-        if tiles is not None:
-            source = tiling.part(ref, item, rows, item.head, block)  # [64, 64]
-            plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tiles.at[slot]), barrier)
+    targets = [(kernel.dout, own.cotangents.at[0, slot]), (kernel.dr, own.cotangents.at[1, slot])]
+    targets += [(kernel.rest, own.rest.at[slot])] if own.rest is not None else []
+    for ref, tile in targets:
+        source = tiling.part(ref, item, rows, item.head, block)  # [64, 64]
+        plgpu.copy_gmem_to_smem(source, mosaic.for_copy(tile), barrier)
     for part, tile in enumerate(kernel.parts_of_written(slot)):
         source = kernel.written.at[(*at, block, part)]  # [64, 64]
         plgpu.copy_gmem_to_smem(source, tile, barrier)
@@ -268,8 +266,12 @@ def load_columns(kernel: Kernel, item: Item, rows: Any, block: Any, _: None) -> 
             plgpu.copy_gmem_to_smem(source, tiles.at[slot, of_key], barrier)
 
 
-def work(one_chunk: Callable[[Kernel, int, Item], None], kernel: Kernel, number: int) -> None:
-    kernel.deal.each(functools.partial(one_chunk, kernel, number))
+def work(one_chunk: Callable[[Kernel, Any, Item], None], kernel: Kernel, *number: int) -> None:
+    """`number`: of a worker that has a copy of the code for itself."""
+    own_number: Any = mosaic.group() if frame.blocks_of_key(kernel.spec) > 1 else 0
+    if number:
+        (own_number,) = number
+    kernel.deal.each(functools.partial(one_chunk, kernel, own_number))
     plgpu.wait_smem_to_gmem(0)
     if kernel.own.handed is not None:
         kernel.own.handed.consumed.arrive(0)
@@ -278,6 +280,7 @@ def work(one_chunk: Callable[[Kernel, int, Item], None], kernel: Kernel, number:
 class Columns(NamedTuple):
     """64 of v's columns in shared memory. The parts of dr and u are in order."""
 
+    cotangents: Any  # [2, 64, 64] dout and dr's first part
     dout: Any  # [64, 64]
     dr: list[Any]  # as dout
     written: list[Any]  # u
@@ -289,7 +292,7 @@ class Columns(NamedTuple):
 Factors = list[tuple[Any, Any]]
 
 
-def of_states(spec: DeltaRuleSpec, number: int, columns: Columns) -> list[Factors]:
+def of_states(spec: DeltaRuleSpec, number: Any, columns: Columns) -> list[Factors]:
     """dout S^T, dr S^T and u dS'^T, for a block of 64 of the key's columns."""
     state, dstate = columns.states.at[number], columns.dstates.at[number]
     # A decay's gradient is a small sum of k . u dS'^T where keys are alike.
@@ -337,9 +340,10 @@ def multiply_columns(
     def one(block: Any, sums: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         slot = kernel.slot(lambda: kernel.step(item, block))
         own.columns.produced.wait(slot)
-        dr = [tiles.at[slot] for tiles in (own.dr, own.rest) if tiles is not None]
+        both = own.cotangents.at[:, slot]
+        dr = [both.at[1], *([] if own.rest is None else [own.rest.at[slot]])]
         states = own.states.at[slot], own.dstates.at[slot]
-        columns = Columns(own.dout.at[slot], dr, kernel.parts_of_written(slot), *states)
+        columns = Columns(both, both.at[0], dr, kernel.parts_of_written(slot), *states)
         products = list(zip(sums[0], factors_of(columns), strict=True))
         found, dots = mosaic.accumulate_all_while(products, lambda: dots_of(columns))
         behind(block)
@@ -354,13 +358,13 @@ def multiply_columns(
     return found, dots
 
 
-def publish_dots(kernel: Kernel, number: int, dots: tuple[jax.Array, jax.Array]) -> None:
+def publish_dots(kernel: Kernel, number: Any, dots: tuple[jax.Array, jax.Array]) -> None:
     """Stores the products of each row with its gradient, over this worker's columns."""
     for which, own_dot in enumerate(dots):
         kernel.own.dot_sums.at[number, which][...] = own_dot
 
 
-def project(kernel: Kernel, number: int, gradients: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+def project(kernel: Kernel, number: Any, gradients: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
     """dq and dk without what they have along q and k, once all workers have published dots."""
     own, spec = kernel.own, kernel.spec
     found = []

@@ -61,10 +61,11 @@ LEAST_LOG_DECAY = LEAST_DECAY * frame.LOG2_E
 
 
 def storage_of(spec: DeltaRuleSpec) -> Storage:
-    made = {}
+    of_pairs = frame.tiling(spec).of_rows(frame.PARTS, C, C)
+    made = {"read": Buffer(of_pairs), "corrected": Buffer(of_pairs)}
     if spec.decay is not None:
         made["sums"] = Buffer(plgpu.SMEM((frame.blocks_of_key(spec), SUMS, C), F32))
-    return chunk_gradient.storage_of(spec, STAGES, frame.PARTS, {}, made)
+    return chunk_gradient.storage_of(spec, STAGES, {}, made)
 
 
 class Gradients(NamedTuple):

@@ -289,6 +289,10 @@ def store(tiles: Any, blocks: list[tuple[jax.Array, jax.Array]]) -> None:
             tiles.at[part, n][...] = own
 
 
+# How many copies `leave` makes.
+COPIES = frame.PARTS * (C // BLOCK)
+
+
 def leave(tiles: Any, target: Any, *place: Any) -> None:
     """Copies column blocks in two parts, which lie behind `place` in shared memory, to a matrix
     [PARTS, 64, 64] in global memory."""
