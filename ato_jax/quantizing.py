@@ -22,6 +22,8 @@ from ato_jax import checking, choosing, meshes, programs, shapes
 FLOAT8 = "float8_e4m3fn"
 MOST = float(jnp.finfo(FLOAT8).max)  # 448
 MANTISSA = (1 << 23) - 1  # of a float32
+# XLA divides by a scale as it multiplies by its inverse, which counts as 0 below 2^-126.
+LARGEST_DIVISOR = 2.0**126
 
 
 def quantize(
@@ -105,7 +107,10 @@ def _quantised(
 ) -> tuple[jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
     scale = _scale_of(x, axes) if scale is None else scale
-    values = jnp.clip(x / jnp.expand_dims(scale, axes), -MOST, MOST)
+    # Both divided by 4, which is exact, have the same quotient.
+    part = jnp.where(scale > LARGEST_DIVISOR, 0.25, 1.0)
+    quotients = x * jnp.expand_dims(part, axes) / jnp.expand_dims(scale * part, axes)
+    values = jnp.clip(quotients, -MOST, MOST)
     return jnp.where(jnp.isfinite(x), values, jnp.nan).astype(FLOAT8), scale
 
 

@@ -394,6 +394,14 @@ def test_values_that_float8_does_not_hold() -> None:
     assert ato_jax.quantize(x, 0)[1] == 2
 
 
+@pytest.mark.parametrize("scale", [2.0**126, 2.0**127, 3e38])
+def test_the_largest_scales_that_are_given(scale: float) -> None:
+    """The inverse of one above 2^126 is no normal number."""
+    x = jnp.array([1.0, -0.625, 0.25, 0.0]) * scale
+    values, _ = ato_jax.quantize(x, 0, scale=jnp.float32(scale))
+    assert values[:2].tolist() == [1, -0.625] and not values[3]
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "patterns"),
     [
