@@ -219,6 +219,7 @@ BAD = [
     ({"k": normal(B, S, G, D).astype("float8_e5m2")}, ["q, k and v must all be", "float8_e5m2"]),
     ({"k": jnp.zeros((B, S, G, D + 1), "float8_e4m3fn")}, ["k must be", "got shape"]),
     ({"scales": None}, ["scales must be given with q, k and v of float8_e4m3fn"]),
+    ({"scales": dict.fromkeys("qkv", jnp.ones((B, H)))}, ["got a dict of 'q', 'k', 'v'$"]),
     ({"scales": 1.0}, [r"scales must be \(q_scale \[B, H\]", "got 1.0"]),
     ({"scales": jnp.ones((3, B, H))}, [r"scales must be \(q_scale", r"shape \(3, 2, 4\)"]),
     ({"scales": (jnp.ones((B, H)),) * 2}, [r"scales must be \(q_scale", "got 2 of them"]),

@@ -12,6 +12,7 @@ a power of two is exact, and one with another scale is rounded once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -144,6 +145,8 @@ def shapes_of(scales: Any) -> str:
     """Describes what was given in place of three scales, without an array's values."""
     if isinstance(scales, tuple | list):
         return f"{len(scales)} of them"
+    if isinstance(scales, Mapping):
+        return f"a {type(scales).__name__} of {', '.join(map(repr, scales))}"
     return f"an array of shape {scales.shape}" if hasattr(scales, "shape") else repr(scales)
 
 
@@ -246,6 +249,4 @@ def explained(found: dispatch.Explanation, out_dtype: Any) -> dispatch.Explanati
     reasons = {
         name: {**phases, "backward": NO_DERIVATIVE} for name, phases in found.reasons.items()
     }
-    return dataclasses.replace(
-        found, recorded=None, backward=None, reasons=reasons, note=note
-    )
+    return dataclasses.replace(found, recorded=None, backward=None, reasons=reasons, note=note)
