@@ -378,6 +378,10 @@ def test_one_step_and_none(kind: str | None) -> None:
     arrays, options = draw(kind, B=0)
     out, state = ato_jax.gated_delta_rule(*arrays, **options)
     assert out.shape == (0, T, H, V) and state.shape == (0, H, D, V)
+    token = [array[:, 0] for array in (*arrays, options["beta"])]
+    decay = options["decay"][:, 0] if kind else None
+    out, state = ato_jax.gated_delta_rule_step(*token, options["initial_state"], decay=decay)
+    assert out.shape == (0, H, V) and state.shape == (0, H, D, V)
 
 
 # -- transformations -----------------------------------------------------------------------------

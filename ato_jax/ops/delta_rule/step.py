@@ -119,9 +119,10 @@ def _step(scale: float, normalize_qk: bool, inputs: Any) -> tuple[jax.Array, jax
     # Decays k and q for the product instead of the state.
     ones = jnp.ones((B, H, 1), jnp.float32)
     factor = ones if decay is None else jnp.exp(jnp.maximum(decay, LEAST_DECAY))
-    factor = factor.reshape(B, G, H // G, -1)
-    state = state.reshape(B, G, H // G, D, V)
-    v, beta = v.astype(jnp.float32).reshape(B, G, -1, V), beta.reshape(B, G, -1, 1)
+    groups = (B, G, H // G)  # no size is left to be found, which fails where B is 0
+    factor = factor.reshape(*groups, factor.shape[-1])
+    state = state.reshape(*groups, D, V)
+    v, beta = v.astype(jnp.float32).reshape(*groups, V), beta.reshape(*groups, 1)
     both = jnp.stack([q, k], axis=2)[:, :, None] * factor[..., None, :]  # [B, G, R, 2, D]
     read, recalled = jnp.moveaxis(
         jnp.einsum("bgrmd,bgrdv->bgrmv", both, state, precision=EXACT), 3, 0
