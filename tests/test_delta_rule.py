@@ -14,6 +14,7 @@ import pytest
 
 import ato_jax
 from ato_jax import autodiff
+from ato_jax.device import Device
 from ato_jax.ops.delta_rule import api, reference, xla
 from tests import numerics
 
@@ -187,6 +188,55 @@ def test_xla_is_the_reference_in_float64(case: str) -> None:
         found = run(xla.forward, xla.Config(chunk=8, piece=2))
         for one, exact in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(one, exact, rtol=0, atol=1e-12 * np.abs(exact).max())
+
+
+def scans_steps(function: Any, *arguments: Any) -> bool:
+    """Whether the program of a call of T steps has a scan over all of them."""
+    return f"length={T}" in str(jax.make_jaxpr(function)(*arguments))
+
+
+@each_case
+def test_a_cpu_goes_step_by_step_where_no_derivative_is_taken(case: str) -> None:
+    """And by chunks where one is, by any one input. Outputs differ by rounding alone."""
+    arrays, options = call_of(case)
+
+    def call(q: Any, initial_state: Any) -> Any:
+        given = options | {"initial_state": initial_state}
+        return ato_jax.gated_delta_rule(q, *arrays[1:], **given, implementation="xla")
+
+    given = arrays[0], options["initial_state"]
+    plain = call(*given)
+    assert scans_steps(call, *given)
+    for index in range(2):
+
+        def of_one(one: Any, index: int = index) -> Any:
+            return call(*(one if at == index else other for at, other in enumerate(given)))
+
+        assert not scans_steps(lambda one, of_one=of_one: jax.vjp(of_one, one)[0], given[index])
+        assert not scans_steps(
+            lambda one, of_one=of_one: jax.jvp(of_one, (one,), (one,)), given[index]
+        )
+    for one, recorded in zip(plain, jax.vjp(call, *given)[0], strict=True):
+        numerics.check("out", one, recorded, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "by_steps"),
+    [
+        (None, {"H": 16, "D": 64, "V": 64}, True),
+        ("channel", {"H": 64, "D": 64, "V": 64}, True),
+        ("channel", {"H": 3, "D": 128, "V": 128}, True),
+        ("channel", {"H": 4, "D": 128, "V": 128}, False),
+        ("step", {"H": 12, "D": 64, "V": 64}, True),
+        ("step", {"H": 16, "D": 64, "V": 64}, False),
+        ("step", {"H": 2, "D": 128, "V": 128}, False),
+    ],
+)
+def test_which_calls_go_step_by_step(kind: str | None, sizes: Any, by_steps: bool) -> None:
+    arrays, options = draw(kind, B=1, T=2, G=1, **sizes)
+    spec = api.prepare(*arrays, **options).spec
+    assert xla.default_config(spec, Device("cpu")) == xla.Config(32, 1, by_steps)
+    assert not xla.default_config(spec, Device("gpu")).by_steps
 
 
 def compare(arrays: Any, options: Any) -> None:
@@ -657,7 +707,5 @@ def test_keys_all_alike_where_factors_are_rounded(
     options |= {"initial_state": None, "return_state": False, "precision": precision}
     wanted = numerics.oracle("gated_delta_rule", *arrays, **options)
     monkeypatch.setattr(jnp, "einsum", with_factors_in_tf32(jnp.einsum))
-    found = numerics.run(
-        "gated_delta_rule", "xla", *arrays, cotangents=wanted.cotangents, **options
-    )
+    found = numerics.run_backends("xla", "xla", wanted, device=Device("gpu"))
     numerics.compare(found, wanted)

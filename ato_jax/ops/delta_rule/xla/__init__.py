@@ -1,10 +1,13 @@
 """The delta rule in plain JAX: every option, time and memory linear in T, any derivative.
 
-The sequence is cut into chunks of 64 steps. What no state enters, among it the inverse of a
+The sequence is cut into chunks of 32 or 64 steps. What no state enters, among it the inverse of a
 triangular system, is computed for all chunks of a piece at once; then `lax.scan` carries the state
 from chunk to chunk (`chunk.py` has the mathematics). An outer scan goes from piece to piece. For
 the derivative it keeps the states before each piece, and `jax.checkpoint` recomputes a piece's
 arrays instead of storing them.
+
+On a CPU a step costs no launch. There, calls with small states go step by step where no derivative
+is taken (`Config.by_steps`).
 """
 
 from __future__ import annotations
@@ -15,16 +18,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from ato_jax import autodiff
 from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.meshes import varying_with
+from ato_jax.ops.delta_rule import recurrence
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residuals
 from ato_jax.ops.delta_rule.xla.chunk import Steps, open_chunk, walk
 
 # The most elements of v in a piece where there are many chunks to keep a device busy.
 PIECE_SIZE = 1 << 21
+# Elements of one state: up to here a CPU's products of 32 steps gain little.
+NARROW_STATE = 1 << 12
+# The most elements of all states, 192 KiB: at 256 KiB XLA (JAX 0.10.2) cuts each step among
+# threads, which took up to twice as long. Narrow ones are faster up to 1 MiB at least.
+STATES_BY_STEPS = 3 << 14
+NARROW_STATES_BY_STEPS = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +45,12 @@ class Config:
     Attributes:
       chunk: steps of a chunk.
       piece: the most chunks of a piece.
+      by_steps: whether a forward pass whose derivative is not taken goes step by step.
     """
 
     chunk: int
     piece: int
+    by_steps: bool = False
 
 
 def unsupported(spec: DeltaRuleSpec, phase: str) -> str | None:
@@ -45,14 +58,24 @@ def unsupported(spec: DeltaRuleSpec, phase: str) -> str | None:
 
 
 def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
-    """On CPUs, measured: a piece of one chunk, whose arrays stay in the caches.
+    """On CPUs a piece has one chunk, whose arrays stay in the caches.
 
-    With gradients, pieces of 4 chunks took 1.1 times as long, and of 16 chunks 1.7 times.
+    With gradients, pieces of 4 chunks took 1.1 times as long, and of 16 chunks 1.7 times. Chunks
+    of 32 steps took 0.7 to 1.1 times as long as chunks of 64, forward and with gradients.
     """
     if device.platform == "cpu":
-        return Config(chunk=64, piece=1)
+        return Config(chunk=32, piece=1, by_steps=is_faster_by_steps(spec))
     row = spec.B * spec.H * 64 * max(spec.D, spec.V)
     return Config(chunk=64, piece=power_of_two(max(1, PIECE_SIZE // max(1, row))))
+
+
+def is_faster_by_steps(spec: DeltaRuleSpec) -> bool:
+    """Whether a CPU's forward pass is, by the times in docs/notes/delta_rule.md."""
+    states = spec.B * spec.H * spec.D * spec.V
+    narrow = spec.D * spec.V <= NARROW_STATE
+    if spec.decay == "step":  # it costs a chunk little
+        return narrow and states <= STATES_BY_STEPS
+    return states <= (NARROW_STATES_BY_STEPS if narrow else STATES_BY_STEPS)
 
 
 def power_of_two(size: int) -> int:
@@ -124,6 +147,34 @@ OVER_HEADS = Steps(q=0, k=0, v=0, beta=0, decay=0, real=None, run=None)
 
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
+    return (_by_steps if config.by_steps else _by_chunks)(spec, config, inputs)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _by_steps(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
+    return recurrence.forward(spec, inputs)
+
+
+def _by_steps_jvp(spec: DeltaRuleSpec, config: Config, primals: Any, tangents: Any) -> Any:
+    """The outputs by chunks, and their derivative by the inputs whose tangents are not zero."""
+    leaves, structure = jax.tree.flatten(primals)
+    given = {
+        index: tangent
+        for index, tangent in enumerate(jax.tree.leaves(tangents))
+        if not isinstance(tangent, SymbolicZero)
+    }
+
+    def of_given(arrays: dict[int, jax.Array]) -> Outputs:
+        merged = [arrays.get(index, leaf) for index, leaf in enumerate(leaves)]
+        return _by_chunks(spec, config, *jax.tree.unflatten(structure, merged))
+
+    return jax.jvp(of_given, ({index: leaves[index] for index in given},), (given,))
+
+
+_by_steps.defjvp(_by_steps_jvp, symbolic_zeros=True)
+
+
+def _by_chunks(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     pieces, chunk = cut(spec, config, inputs)
     given = inputs.q.dtype
     dtype = jnp.promote_types(given, jnp.float32)
@@ -160,9 +211,7 @@ def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
 def backward(
     spec: DeltaRuleSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
-    return autodiff.gradient(
-        functools.partial(forward, spec, config), residuals.inputs, cotangents
-    )
+    return autodiff.gradient(functools.partial(forward, spec, config), residuals.inputs, cotangents)
 
 
 class _Xla(Backend[DeltaRuleSpec, Config, Inputs, Outputs]):
