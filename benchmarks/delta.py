@@ -12,7 +12,7 @@ import importlib
 import jax
 
 import ato_jax
-from benchmarks import delta_torch, side_by_side
+from benchmarks import delta_plain, delta_torch, side_by_side
 from benchmarks.attention_jax import Attend, Contender
 from benchmarks.cases import Case
 
@@ -20,12 +20,19 @@ KINDS = {None: "deltanet", "step": "gated_deltanet", "channel": "kda"}
 
 _bf16 = functools.partial(Case, "delta", T=8192, dtype="bfloat16")
 _tiny = functools.partial(Case, "delta", B=1, H=2, T=48, D=16, dtype="float32")
+_small = functools.partial(Case, "delta", B=1, T=1024, dtype="float32")
+KINDS_ON_CPUS = ("step", None, "channel")
+# On both sides of where calls go step by step (`delta_rule/xla/`).
+SIZES_ON_CPUS = ((4, 64), (16, 64), (2, 128), (8, 128))
 CASES = {
     "gpu": (
         *(_bf16(B=2, H=16, D=128, decay=decay) for decay in ("step", None, "channel")),
         _bf16(B=8, H=8, D=64, decay="step"),
     ),
-    "cpu": tuple(_tiny(decay=decay) for decay in ("step", None, "channel")),
+    "cpu": (
+        *(_tiny(decay=decay) for decay in KINDS_ON_CPUS),
+        *(_small(H=H, D=D, decay=decay) for H, D in SIZES_ON_CPUS for decay in KINDS_ON_CPUS),
+    ),
 }
 
 
@@ -56,6 +63,17 @@ def _every(case: Case) -> bool:
     return True
 
 
+def _plain(case: Case) -> bool:
+    """Float32, which CPUs' cases have."""
+    return case.dtype == "float32"
+
+
+def _plain_by_chunks(case: Case) -> bool:
+    return _plain(case) and case.decay != "channel" and case.T % MOST_STEPS == 0
+
+
+# Steps of a chunk of the plain form.
+MOST_STEPS = 32
 XLA = "ato_jax xla"
 CONTEST = side_by_side.Contest(
     CASES,
@@ -63,6 +81,13 @@ CONTEST = side_by_side.Contest(
         "ato_jax": Contender(_every, functools.partial(_library, None)),
         XLA: Contender(_every, functools.partial(_library, "xla")),
         "jax-linear-attention's delta rule": Contender(_every, _jla, package="jla"),
+        "plain JAX by steps": Contender(_plain, delta_plain.by_steps),
+        **{
+            f"plain JAX by chunks of {steps}": Contender(
+                _plain_by_chunks, functools.partial(delta_plain.by_chunks, steps)
+            )
+            for steps in (16, MOST_STEPS)
+        },
     },
     delta_torch.CONTENDERS,
 )

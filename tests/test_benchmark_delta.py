@@ -44,7 +44,7 @@ def test_exact_is_the_reference(decay, T):
 
 
 @pytest.mark.parametrize("phase", cases.PHASES)
-@pytest.mark.parametrize("case", delta.CASES["cpu"], ids=str)
+@pytest.mark.parametrize("case", delta.CASES["cpu"][:3], ids=str)
 def test_the_library_is_right_and_a_mistake_is_seen(case, phase):
     assert not isinstance(ours.prepare(case, phase, delta._library(None, case)), str)
 
@@ -52,6 +52,16 @@ def test_the_library_is_right_and_a_mistake_is_seen(case, phase):
         return delta._library(None, case)(q, k, v, *gates[:-1], 0.9 * gates[-1])
 
     assert "is wrong: relative error" in ours.prepare(case, phase, wrong)
+
+
+@pytest.mark.parametrize("decay", delta.KINDS_ON_CPUS)
+def test_plain_forms_are_right(decay):
+    case = dataclasses.replace(delta.CASES["cpu"][0], T=64, decay=decay)
+    names = [name for name in side_by_side.wanted(delta.CONTEST, case) if "plain" in name]
+    assert len(names) == (1 if decay == "channel" else 3)
+    for name in names:
+        contender = delta.CONTEST.in_jax[name]
+        assert not isinstance(ours.prepare(case, cases.PHASES[1], contender.make(case)), str)
 
 
 def test_inputs_and_their_bytes():
