@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from ato_jax import autodiff
+from ato_jax import autodiff, programs
 from ato_jax.backend import Backend
 from ato_jax.device import Device
 from ato_jax.meshes import varying_with
@@ -155,6 +155,7 @@ def _by_steps(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     return recurrence.forward(spec, inputs)
 
 
+@programs.promoting_ranks  # JAX calls it outside of `programs.jit`
 def _by_steps_jvp(spec: DeltaRuleSpec, config: Config, primals: Any, tangents: Any) -> Any:
     """The outputs by chunks, and their derivative by the inputs whose tangents are not zero."""
     leaves, structure = jax.tree.flatten(primals)
