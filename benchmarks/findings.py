@@ -138,14 +138,18 @@ def standing(contest: Contest, what: str) -> Callable[[Results], list[Table]]:
 
 
 def beside(contest: Contest, title: str) -> Callable[[Results], list[Table]]:
-    """The library and every peer, case by case: times, shares of the copy bandwidth by the bytes
-    that are needed, and the fastest peer's ratio.
+    """The library and every peer that was timed, case by case: times, shares of the copy bandwidth
+    by the bytes that are needed, and the fastest peer's ratio.
     """
-    names = [name for name in (*contest.in_jax, *contest.in_torch) if name != OURS]
+    peers = [name for name in (*contest.in_jax, *contest.in_torch) if name != OURS]
 
     def tables(results: Results) -> list[Table]:
         found, lines = Found(results), []
-        for case, phase, row in timed(found, contest):
+        rows = [*timed(found, contest)]
+        names = [
+            name for name in peers if any(found.row(case, phase, name) for case, phase, _ in rows)
+        ]
+        for case, phase, row in rows:
             peer = best(found.of(case, phase))
             lines.append(
                 [
