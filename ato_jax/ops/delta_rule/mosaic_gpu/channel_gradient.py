@@ -54,7 +54,7 @@ from ato_jax.ops.delta_rule.mosaic_gpu.frame import PARTS, C, Config
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 STAGES = 1
-F, N = range(2)
+F, N = range(2)  # the numbers of both matrices, and with two workers of the worker that forms each
 # Columns of a tile of float32 that is copied untiled, too.
 OF_FLOATS = 32
 QUERIES = PARTS  # the number of q's tile behind those of k
@@ -106,7 +106,8 @@ def chunk_gradients(spec: DeltaRuleSpec, config: Config, arrays: dict[str, jax.A
 
 def one_chunk(kernel: Kernel, number: Any, item: Item) -> None:
     own, spec = kernel.own, kernel.spec
-    # So that addresses are computed for each chunk: ahead of the loop over chunks they are spilled.
+    # Addresses were to be computed for each chunk by this, but the assembler of JAX 0.11.2 still
+    # computes some 80 ahead of the loop over chunks, and spills them.
     number = mosaic.plus_zero(jnp.int32(number), item.first_row)
     formed = formed_by(kernel, number)
 

@@ -300,7 +300,8 @@ def leave_products(
     places: range,
 ) -> None:
     """Stores the rows of `keys_of` or `queries_of` times the factors, in as many parts as there are
-    places for them."""
+    places for them: the first place, or both, once what lies there is copied, or the second alone,
+    which is free since the rows ahead of these waited."""
     rows: Any = kernel.own.rows.at[worker]
     tiles = []
     for n, factor in enumerate(factors):
