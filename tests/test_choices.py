@@ -52,6 +52,13 @@ HOPPERS = ["mosaic_gpu"] * 3
         (softmax(D=1024), ["xla"] * 3),
         (softmax(dtype="float32"), ["triton"] * 3),
         (softmax(T=504), ["triton"] * 3),
+        (softmax(T=128, B=16), HOPPERS),
+        (softmax(T=128, B=15), ["triton"] * 3),
+        (softmax(T=120, B=64), ["triton"] * 3),
+        (softmax(T=256, B=16, bias=True, causal=True), ["triton"] * 3),
+        (softmax(T=128, D=64, B=16), ["mosaic_gpu", "triton", "triton"]),
+        (softmax(T=128, D=64, B=16, causal=True), ["triton"] * 3),
+        (softmax(T=256, D=64, B=16, causal=True), HOPPERS),
         (softmax(D=40), ["triton"] * 3),
         (softmax(T=2047, D=80), ["triton"] * 3),
         (softmax(bias=True), ["triton", "mosaic_gpu", "mosaic_gpu"]),
@@ -170,7 +177,7 @@ def test_explain_says_where_a_choice_comes_from() -> None:
     with choices.pretending(choices.described("H100")):
         told = str(ato_jax.explain(ato_jax.attention, *arrays))
         assert "(first in the op's order; block sizes by rule)" in told
-        short = [jax.ShapeDtypeStruct((8, 256, 16, 128), jnp.bfloat16)] * 3
+        short = [jax.ShapeDtypeStruct((32, 1024, 16, 64), jnp.float16)] * 3
         told = str(ato_jax.explain(ato_jax.attention, *short))
         assert "(first by tuned/sm_90.toml; block sizes by rule)" in told.partition("backward: ")[2]
         few = [jax.ShapeDtypeStruct((2, 256, 16, 128), jnp.bfloat16)] * 3

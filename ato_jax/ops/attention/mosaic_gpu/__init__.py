@@ -76,11 +76,28 @@ def beats_later_backends(
     # On an H100, in us, and Triton's kernels: forward, B4 H16 T512 D128 causal 21 and 31; with
     # gradients, the same without a mask 105 and 120, B1 H2 T4096 D64 causal 117 and 140. Beside a
     # bias, a mask or dropout 0.5 to 0.77 of Triton's time, at B2 H16 T4096 D128 causal; but a
-    # forward pass alone, not causal, with a bias over pairs 999 and 949. Fewer queries or keys are
-    # not measured.
+    # forward pass alone, not causal, with a bias over pairs 999 and 949.
     of_pairs = spec.bias is not None and pairs.extent(spec.bias) == "pairs"
-    is_ahead = backward_follows or spec.right == 0 or not of_pairs
-    return min(spec.T, spec.S) >= 512 and is_ahead
+    shortest, causal = min(spec.T, spec.S), spec.right == 0
+    if shortest >= 512:
+        return backward_follows or causal or not of_pairs
+    # On an H200, in us, forward and with gradients, and Triton's kernels. D128 T128: B128 H16 69,
+    # 342 and 102, 432; causal 70, 362 and 106, 423; B16 H8 6.5, 29 and 7.6, 29. T256: B64 H16 97,
+    # 431 and 127, 572; causal 78, 411 and 131, 520. D64 T128: B128 H32 79, 474 and 91, 404; causal
+    # 84, 425 and 72, 395. T256: B64 H32 109, 552 and 125, 549; causal 104, 519 and 128, 577; B8 H16
+    # 9.5, 47 and 10.8, 42. From PyTorch a launch takes longer than calls of few rows, and those of
+    # Triton's kernels less. Not measured are fewer queries or keys, few of one with many of the
+    # other, and other options.
+    beside = spec.bias or spec.mask or spec.dropout_rate or spec.segments or spec.left is not None
+    if beside or spec.right not in (None, 0) or shortest < 128 or max(spec.T, spec.S) > 512:
+        return False
+    if spec.B * spec.H * spec.T < 32768:
+        return False
+    if spec.D > HALF:
+        return True
+    if shortest >= 256:
+        return causal or not backward_follows
+    return not causal and not backward_follows
 
 
 def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
