@@ -346,8 +346,8 @@ class Explanation:
     A `Choice` is a backend, its block sizes and what chose them.
 
     Attributes:
-      op: "attention", "linear_attention", "gated_delta_rule", "decode_attention" or
-        "linear_attention_step".
+      op: "attention", "linear_attention", "gated_delta_rule", "decode_attention",
+        "linear_attention_step" or "gated_delta_rule_step".
       spec: Everything static about the call; a step's spec leaves out the arrays' shapes.
       device: Where it would run.
       forward: The `Choice` of the forward pass where no derivative is taken; None where no backend

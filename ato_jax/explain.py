@@ -14,7 +14,7 @@ from ato_jax.ops import float8
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import decode
 from ato_jax.ops.delta_rule import api as delta_rule_api
-from ato_jax.ops.delta_rule.step import gated_delta_rule_step
+from ato_jax.ops.delta_rule import step as delta_rule_step
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from ato_jax.ops.linear_attention import step
 
@@ -60,6 +60,7 @@ KNOWN: dict[str, tuple[Callable[..., Any], Callable[..., dispatch.Explanation]]]
         delta_rule_api.gated_delta_rule,
         _by_dispatch(delta_rule_api),
     ),
+    "gated_delta_rule_step": (delta_rule_step.gated_delta_rule_step, delta_rule_step.explain),
 }
 
 
@@ -69,8 +70,6 @@ def _described(op: object) -> str:
     name = getattr(op, "__name__", type(op).__name__)
     if module.startswith("ato_torch"):
         return f"{op!r}; of PyTorch's tensors ato_torch.explain tells how a call is launched"
-    if op is gated_delta_rule_step or repr(op) == "'gated_delta_rule_step'":
-        return "gated_delta_rule_step, which has no kernels: it runs by XLA"
     if module.startswith("ato_jax.parallel"):
         return f"ato_jax.parallel.{name}: explain ato_jax.{name} with the arrays of one device"
     if module.startswith("ato_jax.nn"):
@@ -85,7 +84,8 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch
 
     Args:
       op: `ato_jax.attention`, `ato_jax.linear_attention`, `ato_jax.gated_delta_rule`,
-        `ato_jax.decode_attention` or `ato_jax.linear_attention_step`, or the name of one of them.
+        `ato_jax.decode_attention`, `ato_jax.linear_attention_step` or
+        `ato_jax.gated_delta_rule_step`, or the name of one of them.
       *args: The call's own arguments: arrays or `jax.ShapeDtypeStruct`s.
       **kwargs: The call's own options.
 

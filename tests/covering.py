@@ -834,7 +834,6 @@ DELTA_STEP = Space(
         "x64": (False, True),
     },
     triples=("decay", "normalize_qk", "heads"),
-    backend="xla",
 )
 
 SPACES = {

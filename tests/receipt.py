@@ -65,6 +65,7 @@ OPS = (
     "random_features",
     "mosaic_attention",
     "mosaic_delta_rule",
+    "delta_rule",
 )
 BRIDGE = "bridge"
 PARTS = (*OPS, BRIDGE)
@@ -129,6 +130,7 @@ MARKED_ALONE = {
     "random_features",
     "mosaic_attention",
     "mosaic_delta_rule",
+    "delta_rule",
 }
 # What a parameter says of whose kernels a test runs.
 NAMED = {

@@ -259,6 +259,8 @@ def part_of(space: Space, row: Row) -> str | None:
         return None
     if space is MOSAIC_DELTA_RULE:
         return "mosaic_delta_rule"
+    if space is DELTA_STEP:
+        return "delta_rule"
     if space in (DECODE, STEP):
         return "decode_attention" if space is DECODE else "linear_attention"
     if space in (covering.MOSAIC_ATTENTION, covering.MOSAIC_GRADIENTS):

@@ -148,13 +148,11 @@ def test_explain_knows_its_functions_from_their_namesakes(op: str) -> None:
 @pytest.mark.parametrize(
     "op, says",
     [
-        (ato_jax.gated_delta_rule_step, "gated_delta_rule_step, which has no kernels"),
-        ("gated_delta_rule_step", "gated_delta_rule_step, which has no kernels"),
         (ato_jax.parallel.attention, r"explain ato_jax\.attention with the arrays of one device"),
         (ato_jax.nn.GatedDeltaNet, r"ato_jax\.nn\.GatedDeltaNet: explain the function that"),
         (np.zeros((2, 3)), r"an array of shape \(2, 3\): the function comes first"),
     ],
-    ids=["step", "its name", "parallel", "layer", "array"],
+    ids=["parallel", "layer", "array"],
 )
 def test_explain_says_what_to_explain_instead(op: Any, says: str) -> None:
     with pytest.raises(ValueError, match=f"op must be one of .*{says}"):
@@ -162,11 +160,13 @@ def test_explain_says_what_to_explain_instead(op: Any, says: str) -> None:
 
 
 def decoding(op: str, dtype: str = "float32") -> tuple[Any, ...]:
-    """Arguments of a call of `decode_attention` or `linear_attention_step`."""
+    """Arguments of a call of `decode_attention` or of a step."""
     if op == "decode_attention":
         pages = jnp.ones((6, 16, 2, 8), dtype)  # [P, page, G, D]
         return jnp.ones((2, 1, 4, 8), dtype), pages, pages, [[3, 0], [5, -1]], [20, 7]
     q, kv = jnp.ones((2, 4, 8), dtype), jnp.ones((2, 2, 8), dtype)
+    if op == "gated_delta_rule_step":
+        return kv, kv, q, jnp.ones((2, 4)), jnp.zeros((2, 4, 8, 8))
     return q, kv, kv, ato_jax.LinearState(jnp.zeros((2, 2, 8, 8)), jnp.zeros((2, 2, 8)))
 
 
@@ -176,7 +176,9 @@ def chosen(explained: dispatch.Explanation) -> tuple[str | None, ...]:
     return tuple(None if choice is None else choice.backend for choice in choices)
 
 
-each_decoding = pytest.mark.parametrize("op", ["decode_attention", "linear_attention_step"])
+each_decoding = pytest.mark.parametrize(
+    "op", ["decode_attention", "linear_attention_step", "gated_delta_rule_step"]
+)
 
 
 @pytest.mark.lowering

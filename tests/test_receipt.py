@@ -100,7 +100,7 @@ def test_which_backend_is_chosen_does_not_count() -> None:
 HASHES = {"attention": "a", "linear_attention": "l", "decode_attention": "d"}
 HASHES |= {"wide_attention": "w", "channel_gates": "c", "mosaic_gpu": "m", "bridge": "b"}
 HASHES |= {"mosaic_channel_gates": "g", "mosaic_attention": "h", "mosaic_delta_rule": "r"}
-HASHES |= {"mosaic_documents": "s", "random_features": "f"}
+HASHES |= {"mosaic_documents": "s", "random_features": "f", "delta_rule": "t"}
 
 
 def first_run(collected: list[str], outcomes: dict[str, str]) -> dict:

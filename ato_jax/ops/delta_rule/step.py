@@ -9,33 +9,73 @@ and the query is given what the step writes:
     written = beta (v - k Diag(exp(decay)) S)
     S'      = Diag(exp(decay)) S + k written^T
     out     = scale * (q Diag(exp(decay)) S + (q . k) written)
+
+On an NVIDIA GPU that is one kernel, `triton/decode.py`; elsewhere, and for every derivative, plain
+JAX.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ato_jax import programs, shapes
+from ato_jax import device, division, meshes, partitioning, programs, shapes
+from ato_jax.choosing import PHASES, Choice
+from ato_jax.device import Device
+from ato_jax.dispatch import Explanation
 from ato_jax.ops.common import check_heads, with_batch
-from ato_jax.ops.delta_rule.api import bind_decay, bind_state, floating_arrays
+from ato_jax.ops.delta_rule.api import OP, bind_decay, bind_state, floating_arrays
 from ato_jax.ops.delta_rule.spec import LEAST_DECAY, unit
+from ato_jax.ops.delta_rule.step_spec import OUTPUT_LETTERS, StepInputs, StepSpec
 
 EXACT = jax.lax.Precision.HIGHEST
+KERNEL = "triton.decode"
 
 
-class _StepInputs(NamedTuple):
-    """The arrays of one step, bound and batched."""
+class Request(NamedTuple):
+    """A step with its arguments checked."""
 
-    q: jax.Array  # [B, G, D]
-    k: jax.Array  # [B, G, D]
-    v: jax.Array  # [B, H, V]
-    beta: jax.Array  # [B, H] float32
-    decay: jax.Array | None  # [B, H, D or 1] float32
-    state: jax.Array  # [B, H, D, V] float32
+    spec: StepSpec
+    inputs: StepInputs
+    batched: bool
+
+
+def prepare(
+    q: Any,
+    k: Any,
+    v: Any,
+    beta: Any,
+    state: Any,
+    *,
+    decay: Any = None,
+    scale: Any = None,
+    normalize_qk: Any = False,
+) -> Request:
+    """Checks and binds every argument of a step; its ValueErrors come from here."""
+    (q, k, v), beta = floating_arrays(q, k, v, beta)
+    if q.ndim not in (2, 3):
+        raise ValueError(f"q must be [B, G, D] or [G, D], got shape {q.shape}")
+    batched = q.ndim == 3
+    sizes: dict[str, int] = {}
+    first = 0 if batched else 1
+    arrays = (("q", q, "BGD"), ("k", k, "BGD"), ("v", v, "BHV"), ("beta", beta, "BH"))
+    for name, array, letters in arrays:
+        shapes.bind(sizes, name, array.shape, letters[first:])
+    sizes.setdefault("B", 1)
+    check_heads(sizes, many=("v", "BHV"), few="q")
+    q, k, v, beta = (with_batch(array, len(letters)) for _, array, letters in arrays)
+    decay, kind = bind_decay(decay, sizes, "bthd", "BH", batched)
+    if kind == "step" and decay is not None:
+        decay = decay[..., None]
+    state = bind_state("state", state, sizes, batched)
+    scale = sizes["D"] ** -0.5 if scale is None else shapes.static_number("scale", scale)
+    normalize_qk = shapes.flag("normalize_qk", normalize_qk)
+    inputs = StepInputs(q, k, v, beta, decay, state)
+    return Request(StepSpec(scale, normalize_qk), inputs, batched)
 
 
 def gated_delta_rule_step(
@@ -54,8 +94,8 @@ def gated_delta_rule_step(
         S'  = (I - beta k k^T) Diag(exp(decay)) S + beta k v^T
         out = scale * q S'
 
-    A loop of steps equals `gated_delta_rule` on the whole sequence. Where the caller's `jit`
-    donates the state, the new one takes its memory.
+    A loop of steps equals `gated_delta_rule` on the whole sequence. On an NVIDIA GPU a step is one
+    kernel, for D up to 512. Where the caller's `jit` donates the state, it is updated in place.
 
     Args:
       q: Query [B, G, D], float16, bfloat16 or float32. B may be missing, and then it is missing
@@ -86,35 +126,37 @@ def gated_delta_rule_step(
       >>> out.shape
       (2, 4, 8)
     """
-    (q, k, v), beta = floating_arrays(q, k, v, beta)
-    if q.ndim not in (2, 3):
-        raise ValueError(f"q must be [B, G, D] or [G, D], got shape {q.shape}")
-    batched = q.ndim == 3
-    sizes: dict[str, int] = {}
-    first = 0 if batched else 1
-    arrays = (("q", q, "BGD"), ("k", k, "BGD"), ("v", v, "BHV"), ("beta", beta, "BH"))
-    for name, array, letters in arrays:
-        shapes.bind(sizes, name, array.shape, letters[first:])
-    sizes.setdefault("B", 1)
-    check_heads(sizes, many=("v", "BHV"), few="q")
-    q, k, v, beta = (with_batch(array, len(letters)) for _, array, letters in arrays)
-    decay, kind = bind_decay(decay, sizes, "bthd", "BH", batched)
-    if kind == "step" and decay is not None:
-        decay = decay[..., None]
-    state = bind_state("state", state, sizes, batched)
-    scale = sizes["D"] ** -0.5 if scale is None else shapes.static_number("scale", scale)
-    normalize_qk = shapes.flag("normalize_qk", normalize_qk)
-    out, state = _step(scale, normalize_qk, _StepInputs(q, k, v, beta, decay, state))
+    spec, inputs, batched = prepare(
+        q, k, v, beta, state, decay=decay, scale=scale, normalize_qk=normalize_qk
+    )
+    cut = partitioning.cut_of(inputs, inputs.letters)
+    run = functools.partial(_step, spec, device.of_call(inputs), device.interpreting(), cut)
+    out, state = meshes.call(run, inputs, inputs.partition_of_outputs)
     return (out, state) if batched else (out[0], state[0])
 
 
-@programs.jit(static=2)
-def _step(scale: float, normalize_qk: bool, inputs: Any) -> tuple[jax.Array, jax.Array]:
+def explain(*args: Any, **options: Any) -> Explanation:
+    """What `gated_delta_rule_step` with these arguments would run."""
+    spec, inputs, _ = prepare(*args, **options)
+    here = device.of_call(inputs)
+    reason = OP.module(KERNEL).unsupported(inputs, here)
+    reasons: dict[str, dict[str, str | None]] = {
+        "triton": {"forward": reason, "backward": "the derivative is xla's"},
+        "xla": dict.fromkeys(PHASES),
+    }
+    plain = Choice("xla", None, "xla")
+    forward = plain
+    if reason is None:
+        forward = Choice("triton", None, KERNEL, why="first in the op's order")
+    return Explanation("gated_delta_rule_step", spec, here, forward, forward, plain, reasons)
+
+
+def _plain(spec: StepSpec, inputs: StepInputs) -> tuple[jax.Array, jax.Array]:
     q, k, v, beta, decay, state = inputs
     B, H, V = v.shape
     G, D = q.shape[1:]
     q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    if normalize_qk:
+    if spec.normalize_qk:
         q, k = unit(q), unit(k)
     # Decays k and q for the product instead of the state.
     ones = jnp.ones((B, H, 1), jnp.float32)
@@ -129,5 +171,57 @@ def _step(scale: float, normalize_qk: bool, inputs: Any) -> tuple[jax.Array, jax
     )
     written = beta * (v - recalled)
     state = factor[..., None] * state + k[:, :, None, :, None] * written[..., None, :]
-    out = scale * (read + jnp.sum(q * k, axis=-1)[:, :, None, None] * written)
+    out = spec.scale * (read + jnp.sum(q * k, axis=-1)[:, :, None, None] * written)
     return out.reshape(B, H, V).astype(inputs.v.dtype), state.reshape(B, H, D, V)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
+def _kernel(
+    spec: StepSpec,
+    here: Device,
+    interpret: bool,
+    cut: partitioning.Cut | None,
+    inputs: StepInputs,
+) -> tuple[jax.Array, jax.Array]:
+    def step(_: partitioning.Cut | None, inputs: StepInputs) -> Any:
+        with device.interpret(interpret):
+            return OP.module(KERNEL).step(spec, here, inputs)
+
+    outputs: tuple[jax.Array, jax.Array] = division.alone(
+        step, inputs, inputs.letters(), OUTPUT_LETTERS, cut
+    )
+    return outputs
+
+
+@_kernel.defjvp
+def _kernel_jvp(
+    spec: StepSpec,
+    here: Device,
+    interpret: bool,
+    cut: partitioning.Cut | None,
+    primals: Any,
+    tangents: Any,
+) -> tuple[Any, Any]:
+    """The plain step's derivative: right in forward mode, reverse mode and to any order."""
+    _, tangents = jax.jvp(functools.partial(_plain, spec), primals, tangents)
+    return _kernel(spec, here, interpret, cut, *primals), tangents
+
+
+@programs.jit(static=4)
+def _step(
+    spec: StepSpec,
+    here: Device,
+    interpret: bool,
+    cut: partitioning.Cut | None,
+    inputs: StepInputs,
+) -> tuple[jax.Array, jax.Array]:
+    # Not on a CPU at all, where naming the kernel would import Pallas's Triton.
+    if here.platform == "gpu":
+        from ato_jax import launch  # here, so that `import ato_jax` does not import Pallas
+
+        kernel = OP.module(KERNEL)
+        if kernel.unsupported(inputs, here) is None:
+            return _kernel(spec, here, interpret, cut, inputs)
+        if kernel.out_of_range(inputs, here) is None:
+            launch.warn_of_no_triton()
+    return _plain(spec, inputs)
