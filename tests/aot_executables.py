@@ -191,6 +191,15 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], list[tuple[tuple[int, 
             linear,
             False,
         ),
+        (
+            "delta step",
+            "gated_delta_rule_step",
+            {"q": ((B, G, D), "bfloat16"), "k": ((B, G, D), "bfloat16")}
+            | {"v": ((B, H, D), "bfloat16"), "beta": ((B, H), "float32")}
+            | {"decay": ((B, H), "float32"), "state": ((B, H, D, D), "float32")},
+            {"l2norm": True},
+            False,
+        ),
     ]:
         layout = {} if op.endswith("step") else {"layout": "bhtd"}
         facts = list(arrays.values())

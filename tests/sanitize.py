@@ -113,6 +113,17 @@ def features_and_steps() -> Iterator[Call]:
         yield step, (q, k, v, state)
 
 
+def steps_of_the_delta_rule() -> Iterator[Call]:
+    """One token; tails of rows and of columns, and a tile with fewer values than threads."""
+    sizes = ("bfloat16", 33, 17, 33), ("float32", 100, 50), ("float32", 1, 3)
+    for dtype, D, V, *channels in sizes:
+        q, k = draw(1, 2, D, dtype=dtype), draw(1, 2, D, dtype=dtype)
+        v, beta, state = draw(1, 4, V, dtype=dtype), jnp.full((1, 4), 0.5), draw(1, 4, D, V)
+        decay = -jnp.abs(draw(1, 4, *channels))
+        step = functools.partial(ato_jax.gated_delta_rule_step, decay=decay, normalize_qk=True)
+        yield step, (q, k, v, beta, state)
+
+
 def options_of_attention() -> Iterator[Call]:
     ids = jnp.arange(67)[None] // 30
     bias = draw(1, 1, 67, 67)
@@ -187,6 +198,7 @@ GROUPS: dict[str, Callable[[], Iterator[Call]]] = {
     "features and steps": features_and_steps,
     "paged cache": paged_cache,
     "wide heads": wide_heads,
+    "steps of the delta rule": steps_of_the_delta_rule,
 }
 # Whose kernels a group runs, where these are not linear attention's.
 KERNELS = {
@@ -194,6 +206,7 @@ KERNELS = {
     "paged cache": "decode_attention",
     "wide heads": "wide_attention",
     "gates of channels": "channel_gates",
+    "steps of the delta rule": "delta_rule",
 }
 
 

@@ -19,6 +19,8 @@ import pytest
 from ato_jax import choosing, tuning
 from ato_jax.backend import Residuals
 from ato_jax.device import Device, compiling_for
+from ato_jax.ops.delta_rule.step_spec import StepSpec as DeltaRuleStepSpec
+from ato_jax.ops.delta_rule.triton import decode as delta_rule_decode
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import StepSpec
 from ato_jax.ops.linear_attention.triton import decode
@@ -28,6 +30,7 @@ from tests import (
     test_aot_kernels,
     test_aot_wide,
     test_attention_paged,
+    test_delta_rule_decode,
     test_linear_decode,
 )
 
@@ -65,6 +68,10 @@ def other_programs() -> Iterator[Program]:
         step = StepSpec(features.NAMED["elu1"], True, 1.0, 1e-6)
         inputs = test_linear_decode.shapes(2, 4, 2, 64, 64, dtype)
         yield functools.partial(decode.step, step, INSTINCT), (inputs,)
+        for kind, D in (("step", 128), ("channel", 100)):
+            delta_rule_step = DeltaRuleStepSpec(1.0, True)
+            inputs = test_delta_rule_decode.shapes(2, 4, 2, D, D, dtype, kind)
+            yield functools.partial(delta_rule_decode.step, delta_rule_step, INSTINCT), (inputs,)
         yield test_attention_paged.program(dtype, 128, 128, 1, INSTINCT)
     for kept in ("int8", "float8_e4m3fn"):
         yield test_attention_paged.program("float16", 128, 128, 4, INSTINCT, cached=kept)

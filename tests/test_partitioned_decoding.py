@@ -138,6 +138,24 @@ def check_step(kind: AxisType, learned: tuple[str, ...] = ()) -> None:
         )  # fmt: skip
 
 
+def check_delta_step(kind: AxisType, learned: tuple[str, ...] = ()) -> None:
+    def step(q: Any, k: Any, v: Any, beta: Any, state: Any, decay: Any) -> Any:
+        return ato_jax.gated_delta_rule_step(
+            q, k, v, beta, state, decay=-jnp.abs(decay), normalize_qk=True
+        )
+
+    arrays = {
+        "q": draw(B, G, D), "k": draw(B, G, D), "v": draw(B, H, D), "beta": np.abs(draw(B, H)),
+        "state": draw(B, H, D, D), "decay": draw(B, H, D),
+    }  # fmt: skip
+    check("delta step", step, arrays, dict.fromkeys(arrays, STEP), kind, learned, here=kernels)
+    if learned:
+        # More parts than heads of keys: each device reads the key head of its value heads.
+        few = {**arrays, "q": draw(B, 2, D), "k": draw(B, 2, D), "decay": draw(B, H)}
+        specs = {**dict.fromkeys(arrays, STEP), **dict.fromkeys("qk", P("data"))}
+        check("delta step, shared heads", step, few, specs, kind, here=kernels)
+
+
 def check_pieces(kind: AxisType) -> None:
     outs, lses = draw(3, B, 8, H, D), draw(3, B, 8, H)
     specs = {"outs": P(None, *ROWS), "lses": P(None, *ROWS)}
@@ -194,11 +212,13 @@ def check_cache(kind: AxisType) -> None:
 def main() -> None:
     check_decode(AUTO)
     check_step(EXPLICIT, ("q", "state", "decay"))
+    check_delta_step(AUTO, ("q", "beta", "state", "decay"))
     check_pieces(AUTO)
     check_cache(EXPLICIT)
     if ALL_ROWS:
         check_decode(EXPLICIT)
         check_step(AUTO, ("q", "state", "decay"))
+        check_delta_step(EXPLICIT, ("q", "beta", "state", "decay"))
         check_pieces(EXPLICIT)
         check_cache(AUTO)
     print("all alike")

@@ -45,6 +45,10 @@ def step_arguments() -> tuple[Any, ...]:
     return q, k, v, ato_jax.LinearState(jnp.zeros((1, 2, 16, 16)), jnp.ones((1, 2, 16)))
 
 
+def delta_step_arguments() -> tuple[Any, ...]:
+    return *step_arguments()[:3], jnp.full((1, 2), 0.5), jnp.ones((1, 2, 16, 16))
+
+
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it cannot be imported, in a process that has not warned yet."""
@@ -89,6 +93,7 @@ for name in ("attention", "linear_attention"):
 _, lse = ato_jax.attention(q, k, v, causal=True, return_lse=True)
 ato_jax.total_attention(q, k, lse, causal=True)
 ato_jax.linear_attention_step(*cases.step_arguments())
+ato_jax.gated_delta_rule_step(*cases.delta_step_arguments())
 ato_jax.decode_attention(*cases.cache())
 try:
     ato_jax.decode_attention(*cases.cache(), implementation="triton")
@@ -112,7 +117,7 @@ def test_everything_on_a_cpu_works_where_it_cannot_be_imported() -> None:
     assert finished.returncode == 0, finished.stderr[-3000:]
 
 
-@pytest.mark.parametrize("call", ["attention", "linear_attention", "decode", "step"])
+@pytest.mark.parametrize("call", ["attention", "linear_attention", "decode", "step", "delta step"])
 @pytest.mark.parametrize("here", [HOPPER, AMPERE], ids=["sm_90", "sm_80"])
 @pytest.mark.usefixtures("hidden")
 def test_one_warning_says_what_a_gpu_loses(
@@ -123,6 +128,7 @@ def test_one_warning_says_what_a_gpu_loses(
         "linear_attention": lambda: ato_jax.linear_attention(*qkv(), causal=True),
         "decode": lambda: ato_jax.decode_attention(*cache()),
         "step": lambda: ato_jax.linear_attention_step(*step_arguments())[0],
+        "delta step": lambda: ato_jax.gated_delta_rule_step(*delta_step_arguments())[0],
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -214,7 +220,9 @@ def gradients(function: Any) -> Any:
 
 @pytest.mark.lowering
 @pytest.mark.newest
-@pytest.mark.parametrize("call", ["attention", "linear_attention", "mosaic_gpu", "decode", "step"])
+@pytest.mark.parametrize(
+    "call", ["attention", "linear_attention", "mosaic_gpu", "decode", "step", "delta step"]
+)
 def test_lowering_for_a_gpu_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """JAX warns at each lowering to Triton that this will go; users here cannot do anything."""
     on(monkeypatch, HOPPER)
@@ -224,6 +232,8 @@ def test_lowering_for_a_gpu_warns_of_nothing(monkeypatch: pytest.MonkeyPatch, ca
         count = lower(lambda *x: ato_jax.decode_attention(*x, implementation="triton"), *arguments)
     elif call == "step":
         count = lower(ato_jax.linear_attention_step, *step_arguments())
+    elif call == "delta step":
+        count = lower(ato_jax.gated_delta_rule_step, *delta_step_arguments())
     else:
         op = getattr(ato_jax, "attention" if call == "attention" else "linear_attention")
         name = "mosaic_gpu" if call == "mosaic_gpu" else "triton"

@@ -131,8 +131,8 @@ def gated_delta_rule_step(
     )
     cut = partitioning.cut_of(inputs, inputs.letters)
     run = functools.partial(_step, spec, device.of_call(inputs), device.interpreting(), cut)
-    out, state = meshes.call(run, inputs, inputs.partition_of_outputs)
-    return (out, state) if batched else (out[0], state[0])
+    out, new_state = meshes.call(run, inputs, inputs.partition_of_outputs)
+    return (out, new_state) if batched else (out[0], new_state[0])
 
 
 def explain(*args: Any, **options: Any) -> Explanation:
