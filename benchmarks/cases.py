@@ -47,12 +47,17 @@ TF32_TOLERANCE = 1e-2
 CHUNK = 128
 # Queries of a step of decoding.
 MOST_DECODED = 16
+# The ops of one token, whose state is updated in place.
+STEPS = ("step", "delta step")
+# The ops that have betas.
+WITH_BETAS = ("delta", "delta step")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One problem; `op` is "linear", "softmax", "delta", which has betas [B, T, H] in float32, too,
-    or "step": one token, T = 1, against a float32 state [B, H, D, D] that is updated in place.
+    or "step" or "delta step": one token, T = 1, of linear attention or of the delta rule, against a
+    float32 state [B, H, D, D] that is updated in place.
 
     `decay` is None, "head" ([H]), "step" ([B, T, H]) or "channel" ([B, T, H, D]), in float32.
     Softmax attention alone has the rest: G key heads and S keys, if not H and T; `left`, how many
@@ -141,10 +146,10 @@ class Case:
 
     def traffic(self, phase: str) -> int:
         """The fewest bytes that have to move: every input read once, every output written once."""
-        if self.op == "step":
-            return 2 * 4 * self.B * self.H * self.D * self.D + 4 * self.unit
         gates = 4 * math.prod(self.gates) if self.decay else 0
-        gates += 4 * self.B * self.T * self.H if self.op == "delta" else 0
+        gates += 4 * self.B * self.T * self.H if self.op in WITH_BETAS else 0
+        if self.op in STEPS:
+            return 2 * 4 * self.B * self.H * self.D * self.D + 4 * self.unit + gates
         if phase == "forward":
             # The output is narrower than q where the values are.
             out = self.unit * (self.V or self.D) // self.D
@@ -177,7 +182,7 @@ class Case:
         if self.op == "softmax":
             forward, both = 2 * self.H * (self.D + (self.V or self.D)) * self.pairs, 3.5
         else:
-            products = 6 if self.op == "delta" else 4
+            products = 6 if self.op in WITH_BETAS else 4
             forward, both = products * self.B * self.T * self.H * self.D * self.D, 3
         return forward if phase == "forward" else both * forward
 
@@ -209,7 +214,7 @@ class Case:
 
     def held(self, phase: str) -> int:
         """The bytes of inputs and outputs."""
-        if self.op == "step":
+        if self.op in STEPS:
             return self.traffic(phase) // 2
         gates = 4 * math.prod(self.gates) if self.decay else 0
         gates += 4 * self.B * self.T * self.H if self.op == "delta" else 0
@@ -230,7 +235,7 @@ class Case:
 
     def __str__(self) -> str:
         sizes = f"B{self.B} H{self.H}{f' G{self.G}' if self.G else ''}"
-        if self.op != "step":
+        if self.op not in STEPS:
             sizes += f" T{self.T}{f' S{self.S}' if self.S else ''}"
         return (
             f"{self.op} {sizes} D{self.D}{f' V{self.V}' if self.V else ''} {self.dtype}"

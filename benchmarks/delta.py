@@ -1,4 +1,4 @@
-"""The delta rule beside its peers: DeltaNet, gated DeltaNet and Kimi Delta Attention.
+"""The delta rule beside its peers: DeltaNet, gated DeltaNet and Kimi Delta Attention; and a step.
 
 Keys are of length 1, with which no step makes a state grow, and betas lie between 0 and 1. Inputs
 and outputs are those of `ato_jax.gated_delta_rule`; the peers' gradients are of as many arrays.
@@ -6,13 +6,14 @@ and outputs are those of `ato_jax.gated_delta_rule`; the peers' gradients are of
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 
 import jax
 
 import ato_jax
-from benchmarks import delta_plain, delta_torch, side_by_side
+from benchmarks import delta_plain, delta_step, delta_torch, ours, side_by_side, stepping
 from benchmarks.attention_jax import Attend, Contender
 from benchmarks.cases import Case
 
@@ -21,6 +22,8 @@ KINDS = {None: "deltanet", "step": "gated_deltanet", "channel": "kda"}
 _bf16 = functools.partial(Case, "delta", T=8192, dtype="bfloat16")
 _tiny = functools.partial(Case, "delta", B=1, H=2, T=48, D=16, dtype="float32")
 _small = functools.partial(Case, "delta", B=1, T=1024, dtype="float32")
+STEP = "delta step"
+_step = functools.partial(Case, STEP, T=1, dtype="bfloat16")
 KINDS_ON_CPUS = ("step", None, "channel")
 # On both sides of where calls go step by step (`delta_rule/xla/`).
 SIZES_ON_CPUS = ((4, 64), (16, 64), (2, 128), (8, 128))
@@ -28,12 +31,30 @@ CASES = {
     "gpu": (
         *(_bf16(B=2, H=16, D=128, decay=decay) for decay in ("step", None, "channel")),
         _bf16(B=8, H=8, D=64, decay="step"),
+        *(_step(B=64, H=32, D=128, decay=decay) for decay in ("step", "channel", None)),
+        _step(B=64, H=32, D=64, decay="step"),
+        _step(B=32, H=16, D=256, decay="step"),
+        _step(B=8, H=16, D=128, decay="step"),
+        _step(B=1, H=32, D=128, decay="step"),
     ),
     "cpu": (
         *(_tiny(decay=decay) for decay in KINDS_ON_CPUS),
         *(_small(H=H, D=D, decay=decay) for H, D in SIZES_ON_CPUS for decay in KINDS_ON_CPUS),
+        Case(STEP, B=2, H=2, T=1, D=32, dtype="float32", decay="step"),
     ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Ours(Contender):
+    """This library, which has steps, too."""
+
+    step: stepping.Step = delta_step.by_library
+
+    def compiled(self, case: Case, phase: str) -> ours.Compiled | str:
+        if case.op == STEP:
+            return lambda: delta_step.prepare(case, self.step)
+        return super().compiled(case, phase)
 
 
 def _library(implementation: str | None, case: Case) -> Attend:
@@ -63,9 +84,13 @@ def _every(case: Case) -> bool:
     return True
 
 
+def _whole(case: Case) -> bool:
+    return case.op == "delta"
+
+
 def _plain(case: Case) -> bool:
     """Float32, which CPUs' cases have."""
-    return case.dtype == "float32"
+    return _whole(case) and case.dtype == "float32"
 
 
 def _plain_by_chunks(case: Case) -> bool:
@@ -78,9 +103,9 @@ XLA, PLAIN = "ato_jax xla", "plain JAX"
 CONTEST = side_by_side.Contest(
     CASES,
     {
-        "ato_jax": Contender(_every, functools.partial(_library, None)),
-        XLA: Contender(_every, functools.partial(_library, "xla")),
-        "jax-linear-attention's delta rule": Contender(_every, _jla, package="jla"),
+        "ato_jax": Ours(_every, functools.partial(_library, None)),
+        XLA: Ours(_every, functools.partial(_library, "xla"), step=delta_step.by_xla),
+        "jax-linear-attention's delta rule": Contender(_whole, _jla, package="jla"),
         f"{PLAIN} by steps": Contender(_plain, delta_plain.by_steps),
         **{
             f"{PLAIN} by chunks of {steps}": Contender(
@@ -94,7 +119,9 @@ CONTEST = side_by_side.Contest(
 
 
 def in_report(case: Case, name: str) -> bool:
-    """XLA compiles for long, and is far behind: once. Plain forms are beside it on CPUs alone."""
-    if name.startswith(PLAIN):
+    """XLA compiles for long, and is far behind: once. Plain forms are beside it on CPUs alone. Steps
+    are not in it: the notes have their times.
+    """
+    if name.startswith(PLAIN) or case.op == STEP:
         return False
     return name != XLA or case in (CASES["gpu"][0], CASES["cpu"][0])

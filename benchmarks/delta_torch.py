@@ -27,12 +27,17 @@ def _fla(name: str) -> Callable[[Any, Case], Attend]:
     return make
 
 
+def _takes(case: Case, decay: str | None) -> bool:
+    """Whole sequences."""
+    return case.op == "delta" and case.decay == decay
+
+
 _contender = functools.partial(Contender, bthd=True, shares=by_case)
 
 CONTENDERS = {
-    "fla delta rule": _contender(lambda case: case.decay is None, _fla("chunk_delta_rule")),
+    "fla delta rule": _contender(lambda case: _takes(case, None), _fla("chunk_delta_rule")),
     "fla gated delta rule": _contender(
-        lambda case: case.decay == "step", _fla("chunk_gated_delta_rule")
+        lambda case: _takes(case, "step"), _fla("chunk_gated_delta_rule")
     ),
-    "fla KDA": _contender(lambda case: case.decay == "channel", _fla("chunk_kda")),
+    "fla KDA": _contender(lambda case: _takes(case, "channel"), _fla("chunk_kda")),
 }

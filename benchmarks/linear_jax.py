@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ato_jax
-from benchmarks import cases, ours, timing
+from benchmarks import cases, ours, stepping
 from benchmarks.cases import Case
 
 CHUNK = 128  # of plain JAX's causal form
@@ -137,19 +137,8 @@ CONTENDERS = {
 
 
 def _prepare_step(case: Case, step: Callable[..., Any]) -> ours.Prepared:
-    """One token after the other, each updating the state in place, several to a launch."""
-    _, calls = timing.groups_of_inputs(case.set_bytes, ours.platform())
-
-    def steps(tokens: list[Any], state: Any) -> tuple[list[jax.Array], Any]:
-        outs = []
-        for token in tokens:
-            # Not two in one pass over the state, as no model that decodes could.
-            out, state = jax.lax.optimization_barrier(step(*token, state))
-            outs.append(out)
-        return outs, state
-
-    function = jax.jit(steps, donate_argnums=1)
-    *of_tokens, of_kv, of_k_sum = jax.random.split(jax.random.key(0), calls + 2)
+    keys = jax.random.split(jax.random.key(0), stepping.calls_of(case) + 2)
+    *of_tokens, of_kv, of_k_sum = keys
     shape = (case.B, case.H, case.D)
 
     def token(key: jax.Array) -> list[jax.Array]:
@@ -164,16 +153,4 @@ def _prepare_step(case: Case, step: Callable[..., Any]) -> ours.Prepared:
     last = [np.asarray(x[-1, -1].astype(jnp.float32), np.float64) for x in first]
     left, right = cases.phi(last[0]), cases.phi(last[1])
     wanted = left @ (last[3] + np.outer(right, last[2])) / (left @ (last[4] + right))
-    outs, state = function(tokens, ato_jax.LinearState(kv, k_sum))
-    apart = np.asarray(outs[0][-1, -1].astype(jnp.float32)) - wanted
-    errors = {"out": float(np.linalg.norm(apart) / np.linalg.norm(wanted))}
-    if reason := cases.too_large(case, errors):
-        raise ValueError(reason)
-    # Each call takes the state that the one before it left.
-    states = [state]
-
-    def launch(_: int) -> list[jax.Array]:
-        results, states[0] = function(tokens, states[0])
-        return results
-
-    return ours.Prepared(launch, calls, errors)
+    return stepping.prepared(case, step, tokens, ato_jax.LinearState(kv, k_sum), wanted)

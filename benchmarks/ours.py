@@ -67,7 +67,7 @@ def draw(case: cases.Case, key: jax.Array) -> dict[str, jax.Array]:
             if case.decay == "head"
             else -cases.DECAY * jnp.abs(jax.random.normal(keys[4], case.gates))
         )
-    if case.op == "delta":
+    if case.op in cases.WITH_BETAS:
         length = jnp.linalg.norm(found["k"].astype(jnp.float32), axis=-1, keepdims=True)
         found["k"] = (found["k"] / length).astype(case.dtype)
         of_beta = jax.random.fold_in(keys[4], 1)

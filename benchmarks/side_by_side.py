@@ -101,7 +101,7 @@ class Contest:
     meets: Callable[[Case, str], bool] = lambda case, name: True
 
     def phases_of(self, case: Case) -> tuple[str, ...]:
-        forward_alone = case.op == "step" or case.decoding or FLAGS.forward_only
+        forward_alone = case.op in cases.STEPS or case.decoding or FLAGS.forward_only
         return self.phases[:1] if forward_alone else self.phases
 
     def groups(self, platform: str) -> list[tuple[Case, str]]:

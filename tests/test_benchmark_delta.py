@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ato_jax
-from benchmarks import cases, delta, delta_torch, ours, peers, side_by_side
+from benchmarks import cases, delta, delta_step, delta_torch, ours, peers, side_by_side
 from benchmarks.cases import Case
 from tests.figures import parsed_flags  # noqa: F401
 
@@ -103,9 +103,37 @@ def test_peers_draw_the_same_kind_of_inputs_and_are_compared():
     assert "out is wrong" in peers._prepare(torch, "cpu", wrong, case, "forward")
 
 
+@pytest.mark.parametrize("decay", [None, "step", "channel"])
+def test_a_step_is_right_and_a_mistake_is_seen(decay):
+    """The step itself, beside the reference in float64 and in its two forms."""
+    case = dataclasses.replace(delta.CASES["cpu"][-1], decay=decay)
+    assert case.op == delta.STEP and delta.CONTEST.phases_of(case) == ("forward",)
+    for name in side_by_side.wanted(delta.CONTEST, case):
+        ready = delta.CONTEST.in_jax[name].compiled(case, "forward")()
+        assert max(ready.errors.values()) < 1e-5
+        first, second = (jax.block_until_ready(ready.launch(0))[0] for _ in range(2))
+        assert not np.array_equal(first, second)  # the state is carried
+
+    def wrong(q, k, v, beta, decay, state):
+        return delta_step.by_library(q, k, v, 0.8 * beta, decay, state)
+
+    with pytest.raises(ValueError, match="out is wrong"):
+        delta_step.prepare(case, wrong)
+
+
+def test_bytes_of_a_step():
+    case = Case("delta step", B=64, H=32, T=1, D=128, dtype="bfloat16", decay="channel")
+    state, row = 64 * 32 * 128 * 128 * 4, 64 * 32 * 128
+    assert case.traffic("forward") == 2 * state + 4 * 2 * row + 4 * row + 4 * 64 * 32
+    assert str(case) == "delta step B64 H32 D128 bfloat16, decay per channel"
+
+
 def test_every_kind_has_peers_of_both_sides():
     for case in delta.CASES["gpu"]:
         names = side_by_side.wanted(delta.CONTEST, case)
+        if case.op == delta.STEP:
+            assert names == ["ato_jax", delta.XLA]
+            continue
         assert sum(name.startswith("fla") for name in names) == 1
         assert "jax-linear-attention's delta rule" in names and set(names) >= {"ato_jax", delta.XLA}
     assert set(delta_torch.CONTENDERS) <= set(peers.CONTENDERS["delta"])
