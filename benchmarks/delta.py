@@ -119,8 +119,8 @@ CONTEST = side_by_side.Contest(
 
 
 def in_report(case: Case, name: str) -> bool:
-    """XLA compiles for long, and is far behind: once. Plain forms are beside it on CPUs alone. Steps
-    are not in it: the notes have their times.
+    """XLA compiles for long, and is far behind: once. Plain forms are beside it on CPUs alone.
+    Steps are not in it: the notes have their times.
     """
     if name.startswith(PLAIN) or case.op == STEP:
         return False
