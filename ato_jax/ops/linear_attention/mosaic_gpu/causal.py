@@ -46,6 +46,7 @@ from ato_jax.ops.linear_attention.mosaic_gpu.frame import Config
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient import key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.key_gradient_storage import Arrays, keeps_start
 from ato_jax.ops.linear_attention.mosaic_gpu.output import Later, output, output_of_eight_bits
+from ato_jax.ops.linear_attention.mosaic_gpu.output_eight_bits import split_scale
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient import query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import query_sums, units_of_chunks
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import sums
@@ -129,17 +130,25 @@ def _or_zeros(spec: LinearAttentionSpec, state: LinearState | None) -> LinearSta
 
 
 def forward_of_float8(spec: LinearAttentionSpec, config: Config, inputs: Float8Inputs) -> Outputs:
-    """The forward pass of q, k and v in 8 bits, without a decay."""
+    """The forward pass of q, k and v in 8 bits, without a decay. S has values times the power of
+    two in their scale; `rest` is what the scale has besides."""
     deal = causal_pieces.deal_of(spec, config)
+    power, rest = split_scale(inputs.v_scale)
+    inputs = inputs._replace(v_scale=power)
     pieces, found = deal.pieces - (not spec.return_state), None
     if pieces:
         length = min(pieces * deal.rows, spec.T)
         of_keys = dataclasses.replace(deal, heads=spec.G, length=length, pieces=pieces)
         arrays = inputs.k, inputs.v, inputs.k_scale, inputs.v_scale
         found = _as_of_pieces(pieces, *float8_sums(spec, of_keys, arrays, inputs.kv_lengths))
-    ahead = at_edges(spec, found, inputs.initial_state, ends=spec.return_state)
-    out = output_of_eight_bits(spec, deal, inputs, ahead.kv, ahead.k_sum)
-    return Outputs(out, _or_zeros(spec, ahead.end))
+    ahead = at_edges(spec, found, _with_kv(inputs.initial_state, 1 / rest), ends=spec.return_state)
+    out = output_of_eight_bits(spec, deal, inputs, ahead.kv, ahead.k_sum, rest)
+    return Outputs(out, _or_zeros(spec, _with_kv(ahead.end, rest)))
+
+
+def _with_kv(state: LinearState | None, factor: jax.Array) -> LinearState | None:
+    """The state with its kv times a number for each head, [B, G]."""
+    return None if state is None else state._replace(kv=state.kv * factor[..., None, None])
 
 
 def _as_of_pieces(pieces: int, kv: jax.Array, k_sum: jax.Array) -> State:

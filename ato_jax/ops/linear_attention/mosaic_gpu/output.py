@@ -28,7 +28,8 @@ MEMORY loads a slot of `rows` or `values` again when FEATURES and VALUES have co
 which is cheaper than an exchange through shared memory.
 
 Rows of 8 bits come in a ring of their own, `eight`. FEATURES widens them, times their scales, and
-fills `rows` and `values` in place of MEMORY; then VALUES alone consumes `values`.
+fills `rows` and `values` in place of MEMORY; then VALUES alone consumes `values`. v is multiplied
+by the power of two in its scale, and VALUES multiplies out by the rest (`output_eight_bits.py`).
 
     symbol      shape          what it is
     q, k        [64, F]        a chunk's rows; features once they are mapped
@@ -152,10 +153,12 @@ def output_of_eight_bits(
     inputs: Float8Inputs,
     s: jax.Array,
     z: jax.Array,
+    v_rest: jax.Array,
 ) -> jax.Array:
-    """`output` for q, k and v in 8 bits, without a decay."""
+    """`output` for q, k and v in 8 bits, without a decay. Scales of v are powers of two, and rows
+    of out are multiplied by `v_rest`, [B, G] float32."""
     names = "q", "k", "v", "q_scale", "k_scale", "v_scale"
-    arrays = {name: getattr(inputs, name) for name in names}
+    arrays = {name: getattr(inputs, name) for name in names} | {"v_rest": v_rest}
     (out,) = _launch(spec, deal, None, s=s, z=z, lengths=inputs.kv_lengths, **arrays)
     return out
 

@@ -56,7 +56,8 @@ def factor_of(
     spec, own = walk.spec, walk.own
     den: Any = None
     lasting: Any = jnp.exp2(gates.since_middle()) if walk.gated else 1.0
-    factor = spec.scale * lasting
+    of_values = lasting if walk.v_rest is None else walk.rest_of_scale(item, half)
+    factor = spec.scale * of_values
     eps: Any = spec.eps
     if walk.k_powers is not None:
         of_pairs = walk.powers_of_queries(v_slot, half) * walk.power_of_keys(item, half)
@@ -75,7 +76,7 @@ def factor_of(
             factor = lasting
         else:
             den = jnp.maximum(den, eps)
-            factor = lasting / den
+            factor = of_values / den
     if w_units is not None:
         factor = factor * w_units
     if walk.gated or spec.normalize or w_units is not None:

@@ -190,6 +190,7 @@ class Walk:
     q_scale: Any = None
     k_scale: Any = None
     v_scale: Any = None
+    v_rest: Any = None
 
     @property
     def tiling(self) -> mosaic.Tiling:
@@ -220,6 +221,10 @@ class Walk:
     def power_of_keys(self, item: Item, half: Any) -> Any:
         """In float16, the power of two of phi(k) of the head that has this half of a tile."""
         return self.k_powers[item.batch, self.tiling.head_of(self.kv_head(item), half)]
+
+    def rest_of_scale(self, item: Item, half: Any) -> Any:
+        """For rows of 8 bits, what the scale of v has beside its power of two."""
+        return self.v_rest[item.batch, self.tiling.head_of(self.kv_head(item), half)]
 
     def powers_of_queries(self, v_slot: Any, half: Any) -> jax.Array:
         """In float16, the powers of two of phi(q_i) of a chunk's queries, [64]."""
