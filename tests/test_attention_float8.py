@@ -100,6 +100,29 @@ def test_numbers(name: str) -> None:
 
 
 @newest
+@pytest.mark.parametrize(
+    "sizes, config, options",
+    [
+        ((72, 136, 1, 1, 64, 64), {}, {}),
+        ((72, 136, 2, 1, 64, 64), {"steps_of_sums": 2}, {"causal": True}),
+        ((72, 136, 1, 1, 64, 64), {}, {"sinks": jnp.array([4.0])}),
+    ],
+)
+@pytest.mark.parametrize("factor", [1e6, 2e7])
+def test_large_scores(
+    sizes: tuple[int, ...], config: dict[str, Any], options: dict[str, Any], factor: float
+) -> None:
+    """Scores of 4 10^6 and 9 10^7, where nearly all weights are 0 or 1. In registers the largest
+    one of a row is 2^4 to 2^12 in place of 2^8: the exponent of 2 is rounded."""
+    values, scales, products = draw(*sizes)
+    scales[0], products[0] = scales[0] * factor, products[0] * factor
+    out, lse = run(values, scales, {"consumers": 2, "keys": 64} | config, **options)
+    exact = in_float64(products, **options)
+    assert error(out, exact["out"]) < 4e-3
+    assert error(lse, exact["lse"]) < 1e-6
+
+
+@newest
 def test_lengths() -> None:
     """Padding holds NaN. A row without keys is 0."""
     values, scales, products = draw(136, 136, 1, 1, 64, 64, B=3)

@@ -117,6 +117,22 @@ def test_options(options: Any) -> None:
 
 @newest
 @pytest.mark.parametrize(
+    "dtype, factors, options",
+    [
+        ("bfloat16", (1e6, 1), dict(causal=True)),
+        ("bfloat16", (2e7, 1), dict(sinks=jnp.array([0.5]))),
+        ("float16", (2e3, 5e3), {}),
+    ],
+)
+def test_scores_of_millions(dtype: str, factors: tuple[float, float], options: Any) -> None:
+    """Scores of 5 10^6 to 10^8. The largest weight of a row, 1, is then 2^-4 to 2^4 in registers:
+    the exponent of 2 is rounded."""
+    q, k, v = draw(T=72, S=136, D=64, dtype=dtype)
+    forward([q * jnp.asarray(factors[0], dtype), k * jnp.asarray(factors[1], dtype), v], **options)
+
+
+@newest
+@pytest.mark.parametrize(
     "sizes, lengths, options",
     [
         (dict(T=136, S=200), dict(q_lengths=[136, 3, 0, 64], kv_lengths=[150, 128, 9, 200]), {}),

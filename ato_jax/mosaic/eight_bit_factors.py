@@ -38,7 +38,8 @@ def in_eight_bits(x: jax.Array) -> jax.Array:
     """A float32 tile in registers as a product's first factor of 8 bits, its columns in the order
     of `in_order_of_eight_bits`: the rows of the second factor have to lie in the same."""
     if device.interpreting():
-        return in_order_of_eight_bits(x, 1).astype(F8)
+        most = float(jnp.finfo(F8).max)  # the instruction cuts off what is above; NaN stays
+        return in_order_of_eight_bits(jnp.minimum(x, most), 1).astype(F8)
     own = plgpu.ShapeDtypeStruct(x.shape, F8, layout=plgpu.Layout.WGMMA_8BIT)
 
     @plgpu.inline_mgpu(arg_types=(TILE,), return_type=own)
@@ -52,9 +53,7 @@ def in_eight_bits(x: jax.Array) -> jax.Array:
             of_four = pairs[2 * block, half], pairs[2 * block + 1, half]
             operands = [assembly.element(pair, number) for pair in of_four for number in range(2)]
             bits = assembly.instructions(_NARROW, "=r,f,f,f,f", operands, word)
-            vector = ir.Operation.create(
-                "vector.broadcast", results=[one], operands=[bits]
-            ).result
+            vector = ir.Operation.create("vector.broadcast", results=[one], operands=[bits]).result
             found[block, half] = ir.Operation.create(
                 "vector.bitcast", results=[four], operands=[vector]
             ).result

@@ -8,12 +8,17 @@ With raw scores s and c = scale * log2(e), each block of keys updates
 
 and the sums that p_j multiplies are scaled alike. At the end
 
-    out = acc / (total / top),  lse = ln(2) (c m + log2(total)),  top = exp2(c m - c m)
+    out = acc / (total narrowed(top) / top),  lse = ln(2) (c m + log2(total)),
+    top = exp2(c m - c m)
 
 c m is rounded before the multiply-add, which rounds once. So the largest weight is top, not 1: by
-2e-4 larger or smaller at scores of thousands. Rounded to 16 bits it is 1 again, and so the sum of
-weights has to be divided by top; lse takes the sum as it is. Earlier sums are multiplied by a power
-of the difference of two rounded numbers: by exactly 1 where m stays what it is.
+2e-4 larger or smaller at scores of thousands, twice or half of it at scores of 10^7. The product
+with the values has narrowed(top), top as a weight is rounded: 1 where scores are small. So the sum
+of weights is multiplied by their quotient; lse takes the sum as it is. Earlier sums are multiplied
+by a power of the difference of two rounded numbers: by exactly 1 where m stays what it is.
+
+In 8 bits a weight above 448 is cut off, and so is narrowed(top). Where c m is 2^27 or more, top may
+be so small that it is 0 there; where c m is 2^30 or more, top may be beyond float32.
 
 With a bias, scores may be as low as float32 goes, where c m is beyond it. Then
 
@@ -62,11 +67,13 @@ class Rows(NamedTuple):
 
 class Softmax(NamedTuple):
     """The softmax of scores s whose natural value is `unit` times s, a number or a scalar in the
-    kernel. Weights and their sum are multiplied by 2^shift."""
+    kernel. Weights and their sum are multiplied by 2^shift. The product with the values has weights
+    of `dtype`."""
 
     unit: Any
     subtracts_first: bool = False
     shift: int = 0
+    dtype: Any = mosaic.BF16
 
     @property
     def c(self) -> Any:
@@ -88,6 +95,17 @@ class Softmax(NamedTuple):
         """c m. Without the barrier it would become a part of multiply-adds, unrounded."""
         return lax.optimization_barrier(m * self.c)
 
+    def _less_shift(self, c_m: jax.Array) -> jax.Array:
+        return c_m - self.shift if self.shift else c_m
+
+    def _narrowed(self, top: jax.Array) -> jax.Array:
+        """Rounds positive numbers as weights are, by their bits: XLA may leave out a conversion to
+        16 bits and back."""
+        most, dropped = float(jnp.finfo(self.dtype).max), 23 - jnp.finfo(self.dtype).nmant
+        bits = lax.bitcast_convert_type(jnp.minimum(top, most), jnp.int32)
+        bits = bits + (((bits >> dropped) & 1) + (2 ** (dropped - 1) - 1))  # ties to even
+        return lax.bitcast_convert_type(bits & -(2**dropped), F32)
+
     def _shifted(self, exponent: jax.Array) -> jax.Array:
         return exponent + self.shift if self.shift else exponent
 
@@ -105,8 +123,7 @@ class Softmax(NamedTuple):
             lasts = jnp.exp2((rows.m - m) * self.c)
         else:
             c_m = self._rounded(m)
-            own = c_m - self.shift if self.shift else c_m
-            p = jnp.exp2(s * self.c - mosaic.in_columns(own, s.shape[1]))
+            p = jnp.exp2(s * self.c - mosaic.in_columns(self._less_shift(c_m), s.shape[1]))
             lasts = jnp.exp2(rows.c_m - c_m)
         total = rows.total * mosaic.in_columns(lasts, COLUMNS) + by_columns(p)
         return p, Rows(m, c_m, total), lasts
@@ -120,7 +137,8 @@ class Softmax(NamedTuple):
             top, largest, to_log2, to_natural = jnp.ones_like(total), rows.m, LOG2_E, 1.0
         else:
             largest, to_log2, to_natural = rows.c_m, 1.0, math.log(2)
-            top = jnp.exp2(rows.m * self.c - rows.c_m)  # a multiply-add, as in `update`
+            top = jnp.exp2(rows.m * self.c - self._less_shift(rows.c_m))  # as in `update`
+            top = top / self._narrowed(top)
         if sink is not None:
             sink = sink / to_natural
             m, largest = largest, jnp.maximum(largest, sink)

@@ -120,9 +120,10 @@ class Walk:
 
     def softmax(self, unit: Any) -> Softmax:
         shift = EXPONENT if reads_eight_bits(self.spec) else 0
+        dtype = frame.dtype_of_inputs(self.spec)
         if self.planes.bias is not None:
-            return Softmax(1.0, True, shift)
-        return Softmax(self.spec.softcap or unit, False, shift)
+            return Softmax(1.0, True, shift, dtype)
+        return Softmax(self.spec.softcap or unit, False, shift, dtype)
 
     def limits(self, batch: Any) -> Limits:
         return visibility.limits_of(self.spec, self.bounds, batch)
@@ -135,9 +136,7 @@ class Walk:
     def seen(self, batch: Any, first_row: Any, rows: int) -> Ranges:
         """The blocks that so many rows go through."""
         blocks = int(pl.cdiv(self.spec.S, self.config.keys))
-        found = visibility.ranges(
-            self.limits(batch), first_row, rows, self.config.keys, blocks
-        )
+        found = visibility.ranges(self.limits(batch), first_row, rows, self.config.keys, blocks)
         if self.shared is None:
             return found
         allowed = segments.ranges_of(self.config.rows, self.shared, batch, first_row, rows)
