@@ -114,13 +114,12 @@ def _product(
     """The tensor times its scale, rounded once to the dtype `wide`."""
     _checks.check_dense(whose, tensor)
     name = f"scales: {whose}_scale"
+    if isinstance(scale, torch.Tensor) and scale.dtype != torch.float32:
+        how = f"pass {whose}_scale.float()"  # `check` would allow 16 bits, too
+        raise ValueError(f"{name} must be float32, got {scale.dtype}; {how}")
     _checks.check(name, scale, like=tensor)
-    if scale.dtype != torch.float32:
-        raise ValueError(f"{name} must be float32, got {scale.dtype}")
     if tensor.ndim < rank:
-        raise ValueError(
-            f"{whose} must have at least {rank} axes, got shape {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"{whose} must have at least {rank} axes, got shape {tuple(tensor.shape)}")
     batch = tensor.shape[: tensor.ndim - rank]
     wanted = (*batch, tensor.shape[heads])
     if tuple(scale.shape) != wanted:

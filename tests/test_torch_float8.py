@@ -83,11 +83,24 @@ def test_linear_attention_and_its_step() -> None:
         ({"key": lambda x: x.float()}, "must all be torch.float8_e4m3fn or none"),
         ({"query": lambda x: x.float()}, "must all be torch.float8_e4m3fn or none"),
         ({"scales": lambda x: None}, "scales must be (query_scale"),
-        ({"scales": lambda x: x[:2]}, "value_scale [B, G]) with tensors of torch.float8_e4m3fn, "
-         "got 2 of them"),
+        (
+            {"scales": lambda x: x[:2]},
+            "value_scale [B, G]) with tensors of torch.float8_e4m3fn, got 2 of them",
+        ),
         ({"scales": lambda x: [x[1], *x[1:]]}, "query_scale must be one number for each head"),
-        ({"scales": lambda x: [*x[:2], x[2].double()]}, "value_scale must be"),
-        ({"scales": lambda x: [*x[:2], x[2].half()]}, "value_scale must be float32"),
+        (
+            {"scales": lambda x: [*x[:2], x[2].double()]},
+            "value_scale must be float32, got torch.float64; pass value_scale.float()",
+        ),
+        (
+            {"scales": lambda x: [x[0], x[1].half(), x[2]]},
+            "key_scale must be float32, got torch.float16; pass key_scale.float()",
+        ),
+        (
+            {"scales": lambda x: [x[0].int(), *x[1:]]},
+            "query_scale must be float32, got torch.int32; pass query_scale.float()",
+        ),
+        ({"scales": lambda x: [x[0].numpy(), *x[1:]]}, "query_scale must be a torch.Tensor"),
         ({"scales": lambda x: [x[0], -x[1], x[2]]}, "key_scale must be positive and finite"),
         ({"scales": lambda x: [x[0] * torch.inf, *x[1:]]}, "query_scale must be positive and"),
         ({"scales": lambda x: [x[0] * 1e-40, *x[1:]]}, "query_scale must be positive and finite"),
