@@ -160,15 +160,20 @@ def accepted() -> dict[Row, int]:
     return found
 
 
-def programs(case: Case, target: Device) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Each phase as a function of arrays, and the arrays' shapes."""
+def programs(
+    case: Case, target: Device, V: int | None = None
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each phase as a function of arrays, and the arrays' shapes. V is D unless it is said."""
     op, dtype, D, causal, named = case
     options: dict[str, Any] = {"causal": causal}
     if op == "linear_attention":
         options |= GATES[named](D) if named in GATES else {"feature_map": named}
     else:
         options |= {"return_lse": True} | OPTIONS[named]()
-    q, k, v = (jax.ShapeDtypeStruct((2, 1000, heads, D), jnp.dtype(dtype)) for heads in (4, 2, 2))
+    q, k, v = (
+        jax.ShapeDtypeStruct((2, 1000, heads, width), jnp.dtype(dtype))
+        for heads, width in ((4, D), (2, D), (2, V or D))
+    )
     arrays = {
         name: option for name, option in options.items() if isinstance(option, jax.ShapeDtypeStruct)
     }
@@ -225,8 +230,8 @@ def test_compiles(case: Case, capability: int) -> None:
         assert spilled <= allowed.get((*case, capability, kernel.name), 0), kernel
 
 
-def fits(case: Case, capability: int) -> None:
-    for function, shapes in programs(case, DEVICES[capability]):
+def fits(case: Case, capability: int, V: int | None = None) -> None:
+    for function, shapes in programs(case, DEVICES[capability], V):
         asked = aot.shared_bytes(function, *shapes, capability=capability)
         assert 1024 < max(asked.values()) <= aot.SHARED_LIMIT[capability], asked
 
@@ -235,6 +240,23 @@ def fits(case: Case, capability: int) -> None:
 def test_fits() -> None:
     """On sm_80 a decay per channel spills tens of kilobytes, which takes ptxas half a minute."""
     fits(("linear_attention", "bfloat16", 128, True, "channel"), 80)
+
+
+@aot.requires_triton
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("D", "V", "causal", "named"),
+    [
+        (96, 256, False, "step"),
+        (128, 256, False, "segments"),
+        (80, 200, False, "segments"),
+        (128, 192, True, "step"),
+        (64, 256, True, "elu1"),
+    ],
+)
+def test_wide_values_fit(D: int, V: int, causal: bool, named: str, capability: int) -> None:
+    """States of more than 128 x 128 are multiplied in parts, by tiles of their own."""
+    fits(("linear_attention", "bfloat16", D, causal, named), capability, V)
 
 
 @aot.requires_triton

@@ -197,7 +197,7 @@ REGIMES = (
     # thread of 8 warps. Causal outputs take 4, as products of no more columns than these hold go
     # one after the other.
     Regime("both", BF16, "parts", "short", "roomy",
-           (128, 4, 3), (64, 8, 3), (64, 8, 2), (64, 8, 3), pair_block=64, delayed=True),
+           (128, 4, 3), (64, 8, 3), (64, 8, 2), (64, 8, 2), pair_block=64, delayed=True),
     Regime("both", BF16, "parts", "long", "roomy",
            W3, (64, 8, 2), (64, 8, 2), (64, 8, 2), pair_block=64),
     Regime("causal decayed", BF16, "parts", "short", "roomy",
