@@ -709,3 +709,23 @@ def test_keys_all_alike_where_factors_are_rounded(
     monkeypatch.setattr(jnp, "einsum", with_factors_in_tf32(jnp.einsum))
     found = numerics.run_backends("xla", "xla", wanted, device=Device("gpu"))
     numerics.compare(found, wanted)
+
+
+@pytest.mark.parametrize("normalize_qk", [False, True])
+@pytest.mark.parametrize("decay", [None, "channel"])
+def test_steps_that_undo_each_other_where_factors_are_rounded(
+    decay: str | None, normalize_qk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With betas of 2 and keys of length 1 that are all alike a step mirrors the state, so what
+    rounding takes from one step comes back in all later ones."""
+    arrays, options = draw(T=134, B=1, G=1, H=2, D=32, V=32, dtype="bfloat16")
+    arrays[1] = jnp.broadcast_to(arrays[1][:, :1], arrays[1].shape)
+    if not normalize_qk:  # signs of the same size, whose length is 1 in bfloat16
+        arrays[1] = (jnp.sign(arrays[1]) * 32**-0.5).astype(jnp.bfloat16)
+    options["beta"] = jnp.full_like(options["beta"], 2.0)
+    options |= {"initial_state": None, "return_state": False, "normalize_qk": normalize_qk}
+    options["decay"] = None if decay is None else jnp.full((1, 134, 2, 32), -1e-3)
+    wanted = numerics.oracle("gated_delta_rule", *arrays, **options)
+    monkeypatch.setattr(jnp, "einsum", with_factors_in_tf32(jnp.einsum))
+    found = numerics.run_backends("xla", "xla", wanted, device=Device("gpu"))
+    numerics.compare(found, wanted)

@@ -127,27 +127,33 @@ def _from_quarters(first: jax.Array, between: jax.Array, last: jax.Array) -> jax
 
 
 def einsum_of(spec: DeltaRuleSpec) -> Callable[..., jax.Array]:
-    """The einsum for products of q and k with states, and of k with what is written; also for the
-    pairs of q and k, but for those of `einsum_of_pairs`.
+    """The einsum for products of k with states and with what is written, and for pairs of keys.
 
-    It is exact for float32 and float16 without `precision="tf32"`. In other calls XLA on a GPU
-    rounds the factors to TF32, for which the budget of float16 leaves no room. Calls of few steps
-    are exact with every dtype and precision: where q_t . k_s of the one or two that there are
-    nearly cancels, or do_t . v_s does, that rounding is up to 1e-2 of what is left.
+    They are exact but with `precision="tf32"`, where XLA on a GPU rounds the factors to TF32: with
+    betas near 2 and keys that are alike each step undoes the one before, and so what a product
+    loses of a step comes back in all later ones. Calls of few steps are always exact: where
+    q_t . k_s of the one or two that there are nearly cancels, or do_t . v_s does, that rounding is
+    up to 1e-2 of what is left.
 
     Products with X and P are exact in every call: where keys are alike, the terms of such a sum
     change sign and nearly cancel, in the gradients, too.
     """
+    return _einsum(rounded=_has_many_steps(spec) and spec.precision == "tf32")
+
+
+def einsum_of_queries(spec: DeltaRuleSpec) -> Callable[..., jax.Array]:
+    """The einsum for q times a state, which no later step reads: in bfloat16 it is rounded, too.
+    The budget of float16 leaves no room for that."""
     rounded = spec.dtype == "bfloat16" or spec.precision == "tf32"
-    rounded = rounded and spec.B * spec.H * spec.T > FEW_STEPS
+    return _einsum(rounded=_has_many_steps(spec) and rounded)
+
+
+def _has_many_steps(spec: DeltaRuleSpec) -> bool:
+    return spec.B * spec.H * spec.T > FEW_STEPS
+
+
+def _einsum(rounded: bool) -> Callable[..., jax.Array]:
     return functools.partial(jnp.einsum, precision=jax.lax.Precision.DEFAULT) if rounded else exact
-
-
-def einsum_of_pairs(spec: DeltaRuleSpec) -> Callable[..., jax.Array]:
-    """The einsum for pairs of q and k, without a decay per channel. With `precision="tf32"` k k^T
-    is exact, because the inverse of its triangle is far from the identity where keys are alike. So
-    is q k^T, which is part of the same product."""
-    return exact if spec.precision == "tf32" else einsum_of(spec)
 
 
 def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
@@ -173,7 +179,9 @@ def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
         before, after = jnp.exp(sums_upto(decay)), jnp.exp(sums_after(decay))
         q, k, k_right, kept = q * before, k * before, k * after, before[-1:]
     else:
-        pairs = einsum_of_pairs(spec)("md,sd->ms", jnp.concatenate([q, k]), k)
+        # Exact with `precision="tf32"`, too: the inverse of the triangle of k k^T is far from the
+        # identity where keys are alike.
+        pairs = exact("md,sd->ms", jnp.concatenate([q, k]), k)
         products = pairs.reshape(2, 1, length, length)
         if spec.decay == "step":
             decay = jnp.maximum(load(steps.decay, axes=1), LEAST_DECAY)  # [R, C]
@@ -205,7 +213,8 @@ def walk(spec: DeltaRuleSpec, state: jax.Array, chunk: Chunk) -> tuple[jax.Array
     def times(factor: jax.Array | None, array: jax.Array) -> jax.Array:
         return array if factor is None else factor[..., None] * array
 
-    recalled, read = (einsum("td,rdv->rtv", rows, state) for rows in (chunk.k, chunk.q))
+    recalled = einsum("td,rdv->rtv", chunk.k, state)
+    read = einsum_of_queries(spec)("td,rdv->rtv", chunk.q, state)
     written = exact("rts,rsv->rtv", chunk.solved, chunk.v - times(chunk.left, recalled))
     out = times(chunk.left, read) + exact("rts,rsv->rtv", chunk.pairs, written)
     added = einsum("td,rtv->rdv", chunk.k_right, times(chunk.right, written))
