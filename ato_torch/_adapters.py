@@ -23,7 +23,7 @@ from ato_jax.ops.attention.spec import Outputs as AttentionOutputs
 from ato_jax.ops.common import axes
 from ato_jax.ops.delta_rule import api as delta_rule_api
 from ato_jax.ops.delta_rule.spec import Outputs as DeltaRuleOutputs
-from ato_jax.ops.delta_rule.step import gated_delta_rule_step
+from ato_jax.ops.delta_rule.step import gated_delta_rule_step, keeping_states
 from ato_jax.ops.linear_attention import api as linear_attention_api
 from ato_jax.ops.linear_attention import features
 from ato_jax.ops.linear_attention.spec import LinearState
@@ -360,7 +360,9 @@ class _Step(_Plain):
 class _DeltaRuleStep(_Plain):
     def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
         call, arrays, _ = _of_unit_rows(call, arrays)
-        return list(gated_delta_rule_step(**arguments(call, arrays)))
+        # PyTorch's tensor of the state stays as it is.
+        with keeping_states():
+            return list(gated_delta_rule_step(**arguments(call, arrays)))
 
     def shapes(self, call: Call, inputs: dict[str, Shape]) -> Shapes:
         return [inputs["v"], (inputs["state"][0], "float32")]

@@ -454,7 +454,7 @@ def test_programs_that_xla_compiles_are_read():
     assert constant.endswith(f"of {4 * 64 * 128} bytes are not 0") and not constant.startswith("0 ")
     assert found["states, backward"][-3] == "linear_attention_causal_key_gradient"
     assert found["step"] == ["Copy", "linear_attention_step"]
-    assert found["delta step"].count("Copy") == 1
+    assert "Copy" not in found["delta step"]
     assert found["delta step"][-1] == "gated_delta_rule_step"
     # Kernels of Mosaic GPU among others, launched as their host code tells.
     of_mosaic = {

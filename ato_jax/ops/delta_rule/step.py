@@ -16,7 +16,10 @@ JAX.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +37,19 @@ from ato_jax.ops.delta_rule.step_spec import OUTPUT_LETTERS, StepInputs, StepSpe
 
 EXACT = jax.lax.Precision.HIGHEST
 KERNEL = "triton.decode"
+
+
+_keeping = contextvars.ContextVar("ato_jax_keeping_states", default=False)
+
+
+@contextlib.contextmanager
+def keeping_states() -> Iterator[None]:
+    """Inside it steps write apart from the state that they read: for callers that donate none."""
+    token = _keeping.set(True)
+    try:
+        yield
+    finally:
+        _keeping.reset(token)
 
 
 class Request(NamedTuple):
@@ -75,7 +91,7 @@ def prepare(
     scale = sizes["D"] ** -0.5 if scale is None else shapes.static_number("scale", scale)
     normalize_qk = shapes.flag("normalize_qk", normalize_qk)
     inputs = StepInputs(q, k, v, beta, decay, state)
-    return Request(StepSpec(scale, normalize_qk), inputs, batched)
+    return Request(StepSpec(scale, normalize_qk, not _keeping.get()), inputs, batched)
 
 
 def gated_delta_rule_step(

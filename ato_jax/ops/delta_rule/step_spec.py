@@ -12,10 +12,15 @@ from ato_jax.meshes import partition, sharded
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """What is static about one step, but for the arrays' shapes."""
+    """What is static about one step, but for the arrays' shapes.
+
+    `in_place`: the kernel writes the new state over the old one. XLA copies that first where the
+    caller keeps it.
+    """
 
     scale: float
     normalize_qk: bool
+    in_place: bool = True
 
 
 class StepInputs(NamedTuple):

@@ -9,7 +9,7 @@ No column of S needs another one. A program holds all D rows of a block of colum
 its registers, so that it reads the block once. The products k S and q S are sums over the rows of
 that tile in float32; both read the decayed state before it changes, so that neither waits for the
 other. They use no tensor cores, which would round float32 factors to TF32, and for which one row is
-too few. With 32 consecutive float32 values a row of the tile is one line of 128 bytes.
+too few. A row of a tile of 64 columns is two lines of 128 bytes.
 
 Each program computes the vectors q and k again: they are 1 / (2 V_block) of its bytes or less. A
 program issues all loads first and stores last. Several programs share a multiprocessor, and while
@@ -32,12 +32,11 @@ from ato_jax.launch import triton as plgpu
 from ato_jax.ops.delta_rule.spec import inverse_lengths
 from ato_jax.ops.delta_rule.step_spec import StepInputs, StepSpec
 
-# A tile [256, 32] or [512, 16] holds 32 values in each thread of 8 warps.
+# A tile [128, 64], [256, 32] or [512, 16] holds 64 values in each thread of 4 warps.
 LARGEST_D = 512
-LARGEST_TILE = 256 * 32
-VALUES_PER_THREAD = 32
-MOST_WARPS = 8
-COLUMNS = 32
+LARGEST_TILE = 128 * 64
+VALUES_PER_THREAD = 64
+COLUMNS = 64
 FEWEST_COLUMNS = 16
 PROGRAMS_PER_MULTIPROCESSOR = 2
 THREADS_OF_A_WARP = 32
@@ -76,7 +75,7 @@ def default_config(heads: int, D: int, V: int, here: Device) -> Config:
     while columns > FEWEST_COLUMNS and heads * pl.cdiv(V, columns) < wanted:
         columns //= 2
     warps = height * columns // (VALUES_PER_THREAD * THREADS_OF_A_WARP)
-    return Config(columns, min(max(warps, 1), MOST_WARPS))
+    return Config(columns, max(warps, 1))
 
 
 def step(
@@ -151,7 +150,7 @@ def step(
             jax.ShapeDtypeStruct((B, H, V), v.dtype),
             jax.ShapeDtypeStruct((B, H, D, V), jnp.float32),
         ],
-        input_output_aliases={4: 1},
+        input_output_aliases={4: 1} if spec.in_place else {},
         compiler_params=plgpu.CompilerParams(
             num_warps=config.num_warps, num_stages=config.num_stages
         ),
