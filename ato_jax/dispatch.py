@@ -356,8 +356,8 @@ class Explanation:
       backward: The `Choice` of the backward pass.
       reasons: `reasons[backend][phase]` is None where the backend supports the phase ("forward" or
         "backward"), or the reason why it does not.
-      note: What the call does before any backend runs, or why it takes longer than its dtype
-        tells; empty for nothing.
+      note: What the call does before any backend runs, or why or how much longer it takes than a
+        plain call; empty for nothing.
     """
 
     op: str

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ato_jax import dispatch
+from ato_jax import dispatch, slower
 from ato_jax.ops import float8
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import decode
@@ -31,7 +31,7 @@ def _by_dispatch(api: Any) -> Callable[..., dispatch.Explanation]:
 
 
 def _explain_linear_attention(*args: Any, **options: Any) -> dispatch.Explanation:
-    found = _by_dispatch(linear_attention_api)(*args, **options)
+    found = slower.told(_by_dispatch(linear_attention_api)(*args, **options))
     if found.backward is None or found.backward.backend != "triton":
         return found
     few_rows: Any = linear_attention_api.OP.module("triton.few_rows")
@@ -44,7 +44,7 @@ def _explain_linear_attention(*args: Any, **options: Any) -> dispatch.Explanatio
         f"{few_rows.FEW_HEADS} key/value heads has few numbers for a gradient: forward and "
         "gradients take up to 2.6 times as long"
     )
-    return dataclasses.replace(found, note=note)
+    return dataclasses.replace(found, note="; ".join(filter(None, (found.note, note))))
 
 
 # Each function, and what explains a call of it.

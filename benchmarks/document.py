@@ -1,4 +1,5 @@
-"""docs/results.md and the README's figures, made of the files of figures in benchmarks/results.
+"""docs/results.md, the README's figures and `ato_jax/slower.toml`, made of the files of figures in
+benchmarks/results.
 
 What stands between `<!-- results -->` and `<!-- /results -->`, and so for other names, is written
 by `python -m benchmarks report` and compared by a test; techniques that only another kernel would
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from absl import flags, logging
 
+from ato_jax import slower
 from benchmarks import (
     attention,
     cards,
@@ -33,6 +35,7 @@ from benchmarks import (
     results,
     run,
     sdpa,
+    shortfall,
     show,
     side_by_side,
     suites,
@@ -224,6 +227,7 @@ def section(found: Results, name: str) -> str:
             parts += [one.markdown() for one in measured(table)]
         if suite.name == "techniques":
             parts.append(quoted_techniques().markdown())
+    parts += [table.markdown() for table in shortfall.tables(found)]
     parts += [table.markdown() for table in cliffs.findings(found)]
     parts += [table.markdown() for table in float8_apart(found, name)]
     for table in sdpa.findings(sdpa.CONTEST)(found):
@@ -292,9 +296,7 @@ def headline_of(found: Results) -> list[list[str]]:
         for names in peers:
             for phase in PHASES:
                 own = rows.row(case, phase, findings.OURS)
-                peer = findings.best(
-                    row for row in rows.of(case, phase) if row.contender in names
-                )
+                peer = findings.best(row for row in rows.of(case, phase) if row.contender in names)
                 if own is not None and own.seconds and peer is not None:
                     cells = [milliseconds(own), peer.contender, milliseconds(peer)]
                     lines.append([str(case), phase, *cells, findings.times(peer, own)])
@@ -413,9 +415,7 @@ def speed_text() -> str:
     return f"A language model trains {', '.join(told)}."
 
 
-def between(
-    text: str, made: str, path: Path, name: str = FIGURES, around: str = "\n\n"
-) -> str:
+def between(text: str, made: str, path: Path, name: str = FIGURES, around: str = "\n\n") -> str:
     """The text with `made` between its marks, and `around` on either side of it: nothing for marks
     that stand within a paragraph.
     """
@@ -442,6 +442,8 @@ def documents() -> dict[Path, str]:
         made[path] = path.read_text() if path.exists() else blank
         for name, text in texts.items():
             made[path] = between(made[path], text(), path, name)
+    if text := shortfall.toml_text([found for _, found in reports()]):
+        made[ROOT / "ato_jax" / slower.NAME] = text
     named = [(path.stem, found) for path, found in reports()]
     for page, names in quoted.PAGES.items():
         path = ROOT / page

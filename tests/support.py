@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ato_jax
-from ato_jax import choosing
+from ato_jax import choosing, slower
 from ato_jax.ops.attention import api as attention_api
 from ato_jax.ops.attention import reading as attention_reading
 from ato_jax.ops.delta_rule import api as delta_rule_api
@@ -240,6 +240,17 @@ def _linear_attention() -> Iterator[Row]:
             },
         )
         yield Row(f"{kind}, lengths", {}, _with_decay(axes, causal=True, **lengths))
+    # What takes long, in the sizes in which it was measured.
+    for causal, told in ((False, "T = S = 64"), (True, "causal")):
+        yield Row(
+            f"{told}, D = V = 128, feature_map=favor(...)",
+            wide,
+            lambda sizes, causal=causal: {
+                "feature_map": ato_jax.favor(jax.random.key(0), 128, sizes["D"]),
+                "causal": causal,
+            },
+        )
+    yield Row("causal, D = V = 512", {"D": 512, "V": 512}, _always(causal=True))
 
 
 def _gated_delta_rule() -> Iterator[Row]:
@@ -456,7 +467,10 @@ def table() -> str:
         f"A plain call has bfloat16 arrays with {sizes}, is bidirectional, and in linear attention "
         "has the feature map elu + 1; in the delta rule, q and k have G heads and v has H; the "
         'entry "bfloat16" is this small call itself. A row has these sizes except for those that '
-        "it names, or that the feature needs.",
+        "it names, or that the feature needs. Behind some features two numbers stand in brackets: "
+        "how many times as long a large call with such an option takes for each byte, forward and "
+        f"with gradients, as its base case, measured on one {slower.table()['card']}; the largest "
+        "of the sizes that were measured.",
         "",
     ]
     for op, rows in ROWS.items():
@@ -464,12 +478,15 @@ def table() -> str:
         parts += [f"| `{op}` | " + " | ".join(f"`{name}`" for name in names) + " |"]
         parts += ["|---|" + "---|" * len(names)]
         together: dict[tuple[str, ...], list[str]] = {}
+        factors = {}
         for row in rows:
             found = reasons(op, row)
             cells = tuple(MARKS[cell(found[name])] for name in names)
             together.setdefault(cells, []).append(row.feature)
+            factors[row.feature] = factor(op, row, found)
         for cells, features in together.items():
-            parts.append(f"| {'; '.join(_widths(features))} | " + " | ".join(cells) + " |")
+            told = [name + factors.get(name, "") for name in _widths(features, factors)]
+            parts.append(f"| {'; '.join(told)} | " + " | ".join(cells) + " |")
         parts.append("")
     for op in FLOAT8:
         against = reasons_against_eight_bits(op)
@@ -481,14 +498,34 @@ def table() -> str:
     return "\n".join(parts)
 
 
-def _widths(features: list[str]) -> list[str]:
-    """Neighbouring widths as one entry."""
-    widths = [int(name.split()[-1]) for name in features if name.startswith("D = V = ")]
-    if not widths:
+def factor(op: str, row: Row, found: dict[str, dict[str, str | None]]) -> str:
+    """How much longer the row's option takes, by a backend that takes the row; "" if it is not
+    among those of `slower.toml`."""
+    if op != "linear_attention":
+        return ""
+    arrays, options = arguments(row)
+    known = slower.measured(APIS[op].prepare(*arrays, **options).spec)
+    if known is None:
+        return ""
+    _, entry = known
+    times = [
+        f"{entry[phase]['most']}"
+        for phase, of_backend in zip((slower.FORWARD, slower.TRAINING), PHASES, strict=True)
+        if phase in entry and found[entry[phase]["backend"]][of_backend] is None
+    ]
+    return f" ({', '.join(times)})" if len(times) == len(PHASES) else ""
+
+
+def _widths(features: list[str], factors: dict[str, str]) -> list[str]:
+    """Neighbouring widths as one entry, which has their factor if all have the same."""
+    merged = [name for name in features if name.startswith("D = V = ")]
+    if not merged:
         return features
-    kept = [name for name in features if not name.startswith("D = V = ")]
-    span = f"{widths[0]} to {widths[-1]}" if len(widths) > 1 else f"{widths[0]}"
-    return [f"D = V = {span}", *kept]
+    widths = [name.split()[-1] for name in merged]
+    span = f"{widths[0]} to {widths[-1]}" if len(widths) > 1 else widths[0]
+    told = factors[merged[0]]
+    same = all(factors[name] == told for name in merged)
+    return [f"D = V = {span}{told * same}", *(name for name in features if name not in merged)]
 
 
 def with_table(text: str) -> str:
