@@ -27,6 +27,8 @@ LEAST = 2.0
 # Of the card that the table was measured on, an H200.
 CAPABILITY = 9, 0
 FORWARD, TRAINING = "forward", "training"
+# Between the backends of the two passes of training, where these differ.
+BOTH = " + "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +117,13 @@ def told(found: dispatch.Explanation) -> dispatch.Explanation:
         return found
     option, entry = known
     parts = []
-    for choice, phase, named in (
-        (found.forward, FORWARD, "forward"),
-        (found.backward, TRAINING, "with gradients"),
+    for choices, phase, named in (
+        ((found.forward,), FORWARD, "forward"),
+        ((found.recorded, found.backward), TRAINING, "with gradients"),
     ):
         ran = entry.get(phase)
-        if choice and ran and choosing.family(choice.backend) == ran["backend"]:
+        backends = dict.fromkeys(choosing.family(one.backend) if one else "" for one in choices)
+        if ran and BOTH.join(backends) == ran["backend"]:
             parts.append(f"{_times(ran)} {named}")
     if not parts:
         return found

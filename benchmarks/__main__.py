@@ -19,8 +19,8 @@
     plot FILE.json                  the same as pictures
     whole                           the whole report of this card, in as many parts as it takes
     scaling                         the tables of docs/scaling.md: a model, and what was measured
-    report                          docs/results.md, the README's table and pictures, from
-                                    the files in benchmarks/results
+    report                          docs/results.md, the README's table and pictures, and
+                                    ato_jax/slower.toml, from the files in benchmarks/results
 
 The exit status is 2 for what was asked wrongly, and 1 where something failed or became slower.
 """

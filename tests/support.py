@@ -508,12 +508,13 @@ def factor(op: str, row: Row, found: dict[str, dict[str, str | None]]) -> str:
     if known is None:
         return ""
     _, entry = known
-    times = [
-        f"{entry[phase]['most']}"
-        for phase, of_backend in zip((slower.FORWARD, slower.TRAINING), PHASES, strict=True)
-        if phase in entry and found[entry[phase]["backend"]][of_backend] is None
+    told = [entry.get(phase, {}) for phase in (slower.FORWARD, slower.TRAINING)]
+    runs = [
+        found.get(name, {}).get(phase, "no backend") is None
+        for one, phase in zip(told, PHASES, strict=True)
+        for name in one.get("backend", "none").split(slower.BOTH)
     ]
-    return f" ({', '.join(times)})" if len(times) == len(PHASES) else ""
+    return f" ({', '.join(str(one['most']) for one in told)})" if all(runs) else ""
 
 
 def _widths(features: list[str], factors: dict[str, str]) -> list[str]:
