@@ -48,7 +48,7 @@ class Option:
         )
 
 
-def _when(columns: tuple[int, int] = (1, 8192), **traits: Any) -> dict[str, Any]:
+def _when(columns: tuple[int, int], /, **traits: Any) -> dict[str, Any]:
     """A plain call in bfloat16 but for these traits; both D and V are within `columns`."""
     plain = {"decay": "none", "segments": "none", "features": "elementwise", "precision": "exact"}
     return {"dtype": "bfloat16", "D": columns, "V": columns, **plain, **traits}
@@ -60,8 +60,8 @@ _FAVOR = {"features": "projected"}
 _NARROW, _WIDE = (f"the plain call in heads of {D} columns" for D in (64, 128))
 # No call has two of them.
 OPTIONS = (
-    Option("FAVOR+, causal", _when(**_FAVOR, **_CAUSAL)),
-    Option("FAVOR+, bidirectional", _when(**_FAVOR, **_BIDIRECTIONAL)),
+    Option("FAVOR+, causal", _when((1, 128), **_FAVOR, **_CAUSAL)),
+    Option("FAVOR+, bidirectional", _when((1, 128), **_FAVOR, **_BIDIRECTIONAL)),
     Option("exact float32, causal", _when((1, 128), **_FLOAT32)),
     Option("float32 in TF32, causal", _when((1, 128), **_FLOAT32, precision="tf32")),
     Option("heads of 32 columns, causal", _when((32, 32), **_CAUSAL), _NARROW),
