@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,6 +271,78 @@ def test_attention_gradients_by_mosaic_gpu(
     )
     assert all(jnp.array_equal(found[name], again[name]) for name in found)
     numerics.compare(found, wanted)
+
+
+# Head sizes in 16 bits at T = 65,536.
+LONG_HEADS = [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float16", 64)]
+LONG_HEADS += [("float16", 128)]
+
+
+@of_mosaic_attention
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "D"), LONG_HEADS)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_attention_of_mosaic_gpu_over_a_long_sequence(dtype: str, D: int, causal: bool) -> None:
+    """Both passes, the softmax normalizer and its derivative included."""
+    needs_hopper()
+    qkv = arrays(dtype, B=1, T=LONG, H=1, G=1, D=D, layout="bhtd")
+    options = {"causal": causal, "return_lse": True, "layout": "bhtd"}
+    check("attention", *qkv, implementation="mosaic_gpu", **options)
+
+
+def options_together(name: str, B: int, T: int, H: int) -> dict[str, Any]:
+    """Several options of softmax attention at once, by their names."""
+    generator = np.random.default_rng(5)
+    ids = jnp.asarray(np.sort(generator.integers(0, 5, (B, T)), axis=1))
+    lengths = jnp.asarray(generator.integers(T // 2, T + 1, B), jnp.int32)
+
+    def bias(*shape: int) -> jax.Array:
+        return jnp.asarray(generator.standard_normal(shape, np.float32))
+
+    def mask(*shape: int) -> jax.Array:
+        return jnp.asarray(generator.random(shape, np.float32) < 0.7)
+
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "causal": lambda: {"causal": True},
+        "window": lambda: {"window": (T // 8, T // 64)},
+        "offsets": lambda: {"query_offset": lengths - T},
+        "segments": lambda: {"segment_ids": ids},
+        "lengths": lambda: {"kv_lengths": lengths},
+        "lengths of both": lambda: {"q_lengths": lengths[::-1], "kv_lengths": lengths},
+        "soft cap": lambda: {"softcap": 3.0},
+        "sinks": lambda: {"sinks": jnp.linspace(-2, 3, H)},
+        "dropout": lambda: {"dropout_rate": 0.2, "dropout_key": jax.random.key(1)},
+        "bias of pairs": lambda: {"bias": bias(1, 1, T, T)},
+        "bias of keys": lambda: {"bias": bias(B, H, 1, T)},
+        "mask of pairs": lambda: {"mask": mask(B, 1, T, T)},
+        "mask of keys": lambda: {"mask": mask(B, 1, 1, T)},
+    }
+    found: dict[str, Any] = {"return_lse": True}
+    for part in name.split(", "):
+        found |= parts[part]()
+    return found
+
+
+# Options that meet in one call, its dtype and head size.
+TOGETHER = [
+    ("causal, segments, soft cap, sinks", "bfloat16", 128),
+    ("causal, window, lengths, dropout", "float16", 64),
+    ("lengths of both, segments, bias of keys", "bfloat16", 64),
+    ("causal, offsets, lengths, mask of keys, sinks", "float16", 128),
+    ("causal, lengths, bias of pairs", "bfloat16", 64),
+    ("mask of pairs, soft cap, dropout", "bfloat16", 128),
+    ("window, segments, sinks, soft cap", "bfloat16", 256),
+]
+
+
+@of_mosaic_attention
+@pytest.mark.parametrize(("name", "dtype", "D"), TOGETHER)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_options_of_mosaic_gpu_over_a_long_sequence(name: str, dtype: str, D: int) -> None:
+    """Options of softmax attention together, T = 8192, two query heads for one key head."""
+    needs_hopper()
+    qkv = arrays(dtype, B=2, T=8192, H=2, G=1, D=D)
+    check("attention", *qkv, implementation="mosaic_gpu", **options_together(name, 2, 8192, 2))
 
 
 @of_mosaic_attention
