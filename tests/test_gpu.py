@@ -124,7 +124,8 @@ def sanitized(name: str, *options: str) -> tuple[int, str]:
     environment |= {"XLA_FLAGS": flags, "PYTHONFAULTHANDLER": "1"}
     command = [program, "--tool", "memcheck", "--error-exitcode", "7"]
     # Kernels of ours alone: with XLA's and cuBLAS's watched, too, a run takes many minutes.
-    command += ["--kernel-name", "kernel_substring=attention", "--show-backtrace", "no"]
+    watched = sanitize.KERNEL_NAMES.get(name, sanitize.KERNEL_NAME)
+    command += ["--kernel-name", f"kernel_substring={watched}", "--show-backtrace", "no"]
     command += [*options, sys.executable, "-m", "tests.sanitize", name]
     for _ in range(SANITIZER_ATTEMPTS):
         with tempfile.TemporaryFile("w+") as printed:
@@ -154,6 +155,8 @@ def sanitized(name: str, *options: str) -> tuple[int, str]:
     ],
 )
 def test_no_kernel_reads_or_writes_out_of_bounds(name: str) -> None:
+    if name.startswith("mosaic_gpu"):
+        needs_hopper()
     status, printed = sanitized(name)
     clean = status == 0 and "ERROR SUMMARY: 0 errors" in printed
     assert clean, f"{name!r} ended with {status}:\n{printed[-6000:]}"
@@ -161,6 +164,13 @@ def test_no_kernel_reads_or_writes_out_of_bounds(name: str) -> None:
 
 def test_the_sanitizer_sees_a_planted_fault() -> None:
     status, printed = sanitized("planted")
+    assert status == 7 and "Invalid __global__ read" in printed, printed[-6000:]
+
+
+@of_mosaic_attention
+def test_the_sanitizer_sees_a_planted_fault_of_mosaic_gpu() -> None:
+    needs_hopper()
+    status, printed = sanitized("planted in mosaic_gpu")
     assert status == 7 and "Invalid __global__ read" in printed, printed[-6000:]
 
 

@@ -224,7 +224,19 @@ def test_nothing_in_a_step_of_training_waits(tmp_path):
 
 @pytest.mark.gpu
 def test_the_bridge_reads_and_writes_within_bounds():
+    check_within_bounds("from PyTorch")
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels("mosaic_attention", "mosaic_gpu")
+def test_mosaic_gpu_from_pytorch_reads_and_writes_within_bounds():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Mosaic GPU's kernels are for Hopper")
+    check_within_bounds("from PyTorch, mosaic_gpu")
+
+
+def check_within_bounds(name):
     # A kernel's parameters are asked for until the driver says that there is no more.
-    status, printed = sanitized("from PyTorch", "--report-api-errors", "no")
+    status, printed = sanitized(name, "--report-api-errors", "no")
     clean = status == 0 and "ERROR SUMMARY: 0 errors" in printed
-    assert clean, f"ended with {status}:\n{printed[-6000:]}"
+    assert clean, f"{name!r} ended with {status}:\n{printed[-6000:]}"
