@@ -32,7 +32,7 @@ from ato_jax.ops.attention import xla as attention_xla
 from ato_jax.ops.attention.spec import REST_UNITS, Outputs
 from ato_jax.ops.linear_attention import mosaic_gpu as linear_attention_mosaic
 from ato_jax.ops.linear_attention import xla as linear_attention_xla
-from tests import numerics, sanitize
+from tests import launches, numerics, sanitize
 
 pytestmark = pytest.mark.gpu
 
@@ -441,6 +441,14 @@ def test_gradients_of_few_sinks_by_mosaic_gpu(dtype: str, D: int, H: int, causal
     for seed in range(24):
         qkv = arrays(dtype, B=1, T=300, H=H, G=1, D=D, seed=seed)
         check("attention", *qkv, implementation="mosaic_gpu", **options)
+
+
+@of_mosaic_attention
+@pytest.mark.parametrize("seed", range(launches.SHAPES))
+def test_launches_of_random_shapes_end(seed: int) -> None:
+    """10,000 calls over all seeds, twice: no deadlock, and the same bits."""
+    needs_hopper()
+    launches.in_a_process(seed)
 
 
 # Sizes of a call on float8 arrays, and its options: (T, S, H, G, D), of two sequences.
