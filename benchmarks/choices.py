@@ -73,9 +73,7 @@ from benchmarks.store import Store
 from benchmarks.tables import Table
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string(
-    "part", "", "run --suite=choices or cliffs: K/N, every Nth row from the Kth on"
-)
+flags.DEFINE_string("part", "", "run --suite=choices or cliffs: K/N, every Nth row from the Kth on")
 
 NAME = "choices"
 ALLOWED = 1.03
@@ -117,12 +115,14 @@ def shifted_silu(x: jax.Array) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One call. `decay` is "head", "step" or "channel"; `documents` the mean length of the
-    segments; `lengths` pads a quarter of the last sequence; `bias` is one of [1, H, T, S]. Of the
-    delta rule H is G, and its betas are between 0 and 1. Inputs of "float8_e4m3fn" have scales and
-    no gradients. `by` names a function of `float8.PEERS` that makes the call in place of this
+    segments; `lengths` pads a quarter of the last sequence; `bias` is one of [1, H, T, S], `mask`
+    one of [B, 1, T, S] that hides a quarter of the pairs, `sinks` a logit for each head, `offsets`
+    an array of query offsets that gives the queries the positions that they have without it. Of
+    the delta rule H is G, and its betas are between 0 and 1. Inputs of "float8_e4m3fn" have scales
+    and no gradients. `by` names a function of `float8.PEERS` that makes the call in place of this
     library's.
     `options` are further arguments of the call, by name; `feature_map="favor"` makes Performer's,
-    and "callable" passes a function that the library does not know.
+    "callable" passes a function that the library does not know, and a `dropout_rate` gets a key.
     """
 
     op: str
@@ -139,6 +139,9 @@ class Row:
     documents: int | None = None
     lengths: bool = False
     bias: bool = False
+    mask: bool = False
+    sinks: bool = False
+    offsets: bool = False
     tf32: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     by: str = ""
@@ -169,7 +172,7 @@ class Row:
         told += [f"decay per {self.decay}"] if self.decay else []
         told += [f"documents of {self.documents}"] if self.documents else []
         told += ["lengths"] if self.lengths else []
-        told += ["bias"] if self.bias else []
+        told += [name for name in ("bias", "mask", "sinks", "offsets") if getattr(self, name)]
         told += [f"{name}={value}" for name, value in self.options]
         told += [f"by {self.by}"] if self.by else []
         return ", ".join(told)
@@ -283,6 +286,12 @@ def draw(row: Row, key: jax.Array) -> dict[str, jax.Array]:
         found["beta"] = jax.nn.sigmoid(jax.random.normal(keys[5], (row.B, row.T, row.H)))
     if row.bias:
         found["bias"] = jax.random.normal(keys[5], (1, row.H, row.T, S), jnp.float32)
+    if row.mask:
+        found["mask"] = jax.random.uniform(keys[5], (row.B, 1, row.T, S)) < 0.75
+    if row.sinks:
+        found["sinks"] = jax.random.normal(keys[5], (row.H,), jnp.float32)
+    if row.offsets:
+        found["query_offset"] = jnp.full(row.B, S - row.T, jnp.int32)
     return float8.quantised(found, float8.SCALE) if narrow else found
 
 
@@ -293,6 +302,8 @@ def keywords(row: Row) -> dict[str, Any]:
         found["causal"] = row.causal
     if row.tf32:
         found["precision"] = "tf32"
+    if "dropout_rate" in found:
+        found["dropout_key"] = jax.random.key(0)
     if found.get("feature_map") == "favor":
         with jax.ensure_compile_time_eval():
             found["feature_map"] = ato_jax.favor(jax.random.key(0), FAVOR_FEATURES, row.D)
@@ -301,7 +312,7 @@ def keywords(row: Row) -> dict[str, Any]:
     return found
 
 
-DIFFERENTIATED = ("q", "k", "v", "beta", "decay", "bias")
+DIFFERENTIATED = ("q", "k", "v", "beta", "decay", "bias", "sinks")
 
 
 def called(
@@ -319,22 +330,28 @@ def in_phase(
     function: Callable[..., jax.Array], phase: str
 ) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
     """`function(q, k, v, **named)` as a function of a call's arrays; in the second phase with its
-    gradients.
+    gradients. A softmax normalizer that it returns, too, has a cotangent of ones.
     """
 
     def call(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         inputs = {name: array for name, array in arrays.items() if name != "dout"}
         wanted = {name: inputs.pop(name) for name in DIFFERENTIATED if name in inputs}
 
-        def attend(wanted: dict[str, jax.Array]) -> jax.Array:
+        def attend(wanted: dict[str, jax.Array]) -> dict[str, jax.Array]:
             named = wanted | inputs
             q, k, v = (named.pop(name) for name in "qkv")
-            return function(q, k, v, **named)
+            found: Any = function(q, k, v, **named)
+            return (
+                dict(zip(("out", "lse"), found, strict=True))
+                if isinstance(found, tuple)
+                else {"out": found}
+            )
 
         if phase == PHASES[0]:
-            return {"out": attend(wanted)}
-        out, pull = jax.vjp(attend, wanted)
-        return {"out": out} | {f"d{name}": array for name, array in pull(arrays["dout"])[0].items()}
+            return attend(wanted)
+        found, pull = jax.vjp(attend, wanted)
+        given = jax.tree.map(jnp.ones_like, found) | {"out": arrays["dout"]}
+        return found | {f"d{name}": array for name, array in pull(given)[0].items()}
 
     return call
 
@@ -356,9 +373,7 @@ def right(row: Row, phase: str) -> Callable[[dict[str, jax.Array]], dict[str, ja
     return call_in_float32
 
 
-def errors(
-    found: dict[str, jax.Array], wanted: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
+def errors(found: dict[str, jax.Array], wanted: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The relative RMS error of each result."""
 
     def error(name: str) -> jax.Array:
@@ -425,9 +440,7 @@ def told_of(row: Row, phase: str, shapes: dict[str, Any]) -> Told:
             choices = [told.recorded, told.backward]
         names = dict.fromkeys(choosing.family(one.backend) if one else "none" for one in choices)
         sizes = tuning.sizes_of(request.spec)
-        found.append(
-            Told(" + ".join(names), request.spec.traits(), sizes, supported, refused)
-        )
+        found.append(Told(" + ".join(names), request.spec.traits(), sizes, supported, refused))
 
     jax.eval_shape(prepare, shapes)
     return found[0]
@@ -587,9 +600,7 @@ def compiled_ahead(
 
 def _programs(answers: Mapping[Group, Any]) -> dict[Group, Programs]:
     """Without the rows that have none, or for which a worker took too long."""
-    return {
-        group: told for group, told in answers.items() if told and not isinstance(told, str)
-    }
+    return {group: told for group, told in answers.items() if told and not isinstance(told, str)}
 
 
 def in_store(

@@ -10,8 +10,11 @@
 
 A gated row's base case is the same call without its gate, so that what the gate costs is told apart
 from what the other option costs. Options of softmax attention, the group `softmax`, have the bytes
-of q, k, v and out alone, a bias has none: so their ratio is that of the times, and their targets
-are 1.25 times the plain call's time, 1.6 with a bias, and 1.03 where no product changes.
+of q, k, v and out alone, a bias or a mask has none: so their ratio is that of the times, and their
+targets are 1.25 times the plain call's time, 1.5 with dropout, 1.6 with a bias, and 1.03 where no
+product changes. With fewer key heads the products are the same and the bytes are not, so that
+target is one of the speed. At other head sizes bytes and operations change alike: the ratio
+compares operations per second, of which a size is to have 1/1.3 of those at D = 128.
 
 The group `float8` has calls on inputs of 8 bits beside the same calls in bfloat16, forward alone,
 since they have no gradients: q, k and v of one byte and an output in bfloat16 are their bytes. An
@@ -223,9 +226,7 @@ def _gates(D: int) -> Iterator[Step]:
     scalar = step("scalar gate", Target(0.85), "step", base)
     yield scalar
     # Both rows move the same bytes: at most 2.2 times the causal row's time.
-    yield step(
-        "scalar gate both ways", Target(1 / 2.2), "step", scalar.row, causal=False
-    )
+    yield step("scalar gate both ways", Target(1 / 2.2), "step", scalar.row, causal=False)
     segments = dataclasses.replace(base, documents=1024)
     yield step("scalar gate, segments of 1024", Target(0.85), "step", segments)
     identity = dataclasses.replace(base, **IDENTITY)
@@ -281,8 +282,15 @@ def _softmax() -> Iterator[Step]:
     yield step("window of 1024", option, options=(("window", (1023, None)),))
     yield step("segments of 1024", option, documents=1024)
     yield step("lengths", option, lengths=True)
-    yield step("group of 4", option, G=4)
+    yield step("group of 4", Target(1 / 1.25, "speed"), G=4)
     yield step("a bias [1, H, T, S]", Target(1 / 1.6), bias=True)
+    yield step("a mask [B, 1, T, S]", option, mask=True)
+    yield step("sinks", option, sinks=True)
+    yield step("query offsets", option, offsets=True)
+    yield step("dropout", Target(1 / 1.5), options=(("dropout_rate", 0.1),))
+    yield step("with its normalizer", same, options=(("return_lse", True),))
+    for D in (80, 96, 112, 160):
+        yield step(f"D {D}", Target(1 / 1.3), D=D)
 
 
 def _narrow(base: Row) -> Row:
@@ -311,6 +319,16 @@ def _float8() -> Iterator[Step]:
     yield from _float8_options()
 
 
+# Options of softmax attention that are measured on float8 inputs, too.
+SOFTMAX_IN_FLOAT8 = [
+    f"softmax, {name}"
+    for name in (
+        *("T 4123", "soft cap", "window of 1024", "segments of 1024", "lengths", "group of 4"),
+        "a bias [1, H, T, S]",
+    )
+]
+
+
 def _float8_options() -> Iterator[Step]:
     for causal, name, changed in (
         (False, "T 16411", {"T": 16411}),
@@ -329,7 +347,7 @@ def _float8_options() -> Iterator[Step]:
         told = f"float8 linear, {name}"
         yield Step("float8", told, row, base, plain=_narrow(plain), errors=errors)
     for step in _softmax():
-        if step.row.dtype == "bfloat16" and "layout" not in dict(step.row.options):
+        if step.name in SOFTMAX_IN_FLOAT8:
             told, plain = f"float8 {step.name}", _narrow(step.base)
             yield Step("float8", told, _narrow(step.row), step.row, plain=plain)
 

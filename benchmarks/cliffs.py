@@ -284,9 +284,7 @@ class Line:
     cells: tuple[str, ...]
 
 
-def line_of(
-    step: Step, phase: str, row: results.Row, base: results.Row | None
-) -> Line:
+def line_of(step: Step, phase: str, row: results.Row, base: results.Row | None) -> Line:
     steady = not (row.doubt or base and base.doubt)
     share, beside = (row.reached, base.reached if base else None) if steady else (None, None)
     needed = step.target.share(row, base) if step.target else beside
@@ -353,9 +351,9 @@ def findings(found: Results) -> list[Table]:
         "that of 128 columns, and of a gate both ways the causal one. Ratio is share over base, "
         "so it compares uses of the bandwidth, not times: a row in float32 moves twice the bytes "
         "of its base case. Target is the least ratio that is wanted, or the least share, of the "
-        "byte limit or of the larger of it and the time of the products. Reached is over 1 where "
-        "the target is met. None is: the backends that a call without an implementation runs on, "
-        "or why the row has no ratio.",
+        "byte limit or of the larger of it and the time of the products, or the base case's speed "
+        "so many times. Reached is over 1 where the target is met. None is: the backends that a "
+        "call without an implementation runs on, or why the row has no ratio.",
         f"{sum(held)} of {len(held)} rows with a target meet it.",
     ]
     of_drawn = [line.ratio for step, line in lines if step.group == "drawn" and line.ratio]
@@ -433,9 +431,7 @@ def unreached(groups: Iterable[tuple[Step, str]], found: Results) -> list[result
     return rows
 
 
-def run_rows(
-    groups: Sequence[tuple[Step, str]], calls: Calls, found: Results, end: float
-) -> bool:
+def run_rows(groups: Sequence[tuple[Step, str]], calls: Calls, found: Results, end: float) -> bool:
     """Measures rows until the time is up; whether the device still works then."""
     for index, (step, phase) in enumerate(groups):
         if time.monotonic() > end:

@@ -147,6 +147,51 @@ def test_targets_by_hand() -> None:
     assert products.share(slow, None) == pytest.approx(1 / 3)
 
 
+def test_options_of_softmax_are_compared_like_for_like() -> None:
+    """Each has the pairs of its base case. Where its bytes are others, its target is a speed, or
+    bytes and operations change alike."""
+    steps = {s.name: s for s in cliff_rows.STEPS["gpu"] if s.group == "softmax"}
+    for name in ("D 80", "D 96", "D 112", "D 160", "sinks", "query offsets", "with its normalizer"):
+        assert f"softmax, {name}" in steps
+    for step in steps.values():
+        row, base = step.row, step.base
+        assert row.T in (base.T, 4123) and (row.B, row.H, row.S) == (base.B, base.H, base.S)
+        for phase in PHASES:
+            told = cliff_rows.traffic(row, phase) / cliff_rows.traffic(base, phase)
+            work = cliff_rows.operations(row, phase) / cliff_rows.operations(base, phase)
+            assert step.target and (step.target.of == "speed" or abs(told / work - 1) < 0.01)
+    # As fast as its base case, with fewer bytes, it is 1.25 times as fast as is wanted.
+    step = steps["softmax, group of 4"]
+    row, base = row_of(step, PHASES[0], 2e-4, 2e-4)
+    found = cliffs.line_of(step, PHASES[0], row, base)
+    assert found.reached == pytest.approx(1.25) and found.ratio == pytest.approx(0.625)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"mask": True},
+        {"sinks": True},
+        {"offsets": True},
+        {"options": (("dropout_rate", 0.1),)},
+        {"options": (("return_lse", True),)},
+    ],
+    ids=str,
+)
+def test_calls_with_options_of_softmax(changed: dict[str, Any], phase: str) -> None:
+    """By plain JAX, the same as by the reference; and each array has its gradient."""
+    row = Row("attention", B=2, H=2, T=16, D=8, dtype="float32", causal=True, **changed)
+    arrays = choices.draw(row, jax.random.key(0))
+    found, wanted = (choices.called(row, phase, name)(arrays) for name in ("xla", "reference"))
+    errors = choices.errors(found, wanted)
+    names = {"out"} | ({"dq", "dk", "dv"} if phase == PHASES[1] else set())
+    names |= {"dsinks"} if row.sinks and phase == PHASES[1] else set()
+    names |= {"lse"} if row.options == (("return_lse", True),) else set()
+    assert errors.keys() == names
+    assert all(float(error) < 1e-5 for error in errors.values()), errors
+
+
 # The table of findings.
 
 
