@@ -332,7 +332,7 @@ def host_text() -> str:
     parts: list[str] = []
     noisy: list[str] = []
     missing: list[str] = []
-    softmax, linear_full, linear_causal = suites.HOST.cases["gpu"]
+    softmax, linear_full, linear_causal = suites.HOST_CASES
     for _, found in reports():
         rows = findings.Found(found)
         every = [

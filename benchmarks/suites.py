@@ -236,11 +236,22 @@ CROSSOVER = Contest(
 )
 
 
+# What the report has of them.
+HOST_CASES = tuple(
+    Case(op, B=1, H=4, T=128, D=64, dtype="bfloat16", causal=causal)
+    for op, causal in (("softmax", True), ("linear", False), ("linear", True))
+)
 HOST = Contest(
     {
-        "gpu": tuple(
-            Case(op, B=1, H=4, T=128, D=64, dtype="bfloat16", causal=causal)
-            for op, causal in (("softmax", True), ("linear", False), ("linear", True))
+        "gpu": (
+            *HOST_CASES,
+            # By Triton's kernels as those above, and on Hopper by Mosaic GPU's, which need tensor
+            # maps: softmax attention of 1,024 rows, linear attention of 65,536 rows of all heads.
+            Case("linear", B=1, H=4, T=1024, D=64, dtype="bfloat16", causal=True),
+            _bf16(B=1, H=4, T=1024, D=64, causal=True),
+            _bf16(B=1, H=4, T=1024, D=128),
+            Case("linear", B=1, H=16, T=4096, D=128, dtype="bfloat16", causal=True),
+            Case("linear", B=1, H=16, T=4096, D=128, dtype="bfloat16"),
         ),
         "cpu": (_tiny(T=32, causal=True), _small(T=32)),
     },
@@ -289,6 +300,7 @@ SOFTMAX_LENGTHS_BRIEF = dataclasses.replace(
     only(SOFTMAX_LENGTHS, lambda case: case.T > 4096),
     meets=lambda case, name: name != "ato_jax triton",
 )
+HOST_BRIEF = only(HOST, HOST_CASES.__contains__)
 CROSSOVER_BRIEF = only(CROSSOVER, lambda case: case.T in (512, 2048, 8192))
 
 
@@ -385,6 +397,7 @@ REPORT = (
         (HOST,),
         findings.host(HOST),
         lambda meeting: [meeting.measure(*group) for group in meeting.groups()],
+        brief=(HOST_BRIEF,),
     ),
 )
 # Peers by the dozen, which take the longest: of these the last rows go where time runs out.

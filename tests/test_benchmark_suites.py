@@ -565,7 +565,7 @@ def test_what_was_not_measured_is_said_in_words(tmp_path, monkeypatch):
     # Cards without a sentence of their own share one.
     for name in ("b card", "c card"):
         other = dataclasses.replace(full_results("gpu"), device=name)
-        case = str(suites.HOST.cases["gpu"][-1])
+        case = str(suites.HOST_CASES[-1])
         [host] = [row for row in other.rows if row.key == (case, HOST_PHASES[0], "ato_torch")]
         host.load = "another program"
         results.write(tmp_path / f"{name}.json", results.json_text(other))
