@@ -74,16 +74,20 @@ def crossover(reports: Reports) -> str:
     return f"Beside PyTorch's fastest softmax kernel, {call} has {'; '.join(cards)}."
 
 
-def slower(own: str, peer: str, groups: Sequence[tuple[str, Sequence[float]]]) -> list[str]:
-    """In how many rows of each group the library is slower, of the peer's time over its; nothing
-    without rows.
+def slower(own: str, peer: str, groups: Sequence[tuple[str, Sequence[float | None]]]) -> list[str]:
+    """In how many rows of each group the library is slower, of the peer's time over its, and how
+    many rows were measured without a steady time, whose ratio is None; nothing without ratios.
     """
-    told = [
-        f"in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} rows{where} "
-        f"({min(ratios):.2f} to {max(ratios):.2f})"
-        for where, ratios in groups
-        if ratios
-    ]
+    told = []
+    for where, every in groups:
+        ratios = [ratio for ratio in every if ratio is not None]
+        if ratios:
+            noisy = len(every) - len(ratios)
+            told.append(
+                f"in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} rows{where} "
+                f"({min(ratios):.2f} to {max(ratios):.2f}"
+                f"{f'; {noisy} more had no steady times' if noisy else ''})"
+            )
     return [f"{own} is slower than {peer} {listed(told)}"] if told else []
 
 
@@ -98,8 +102,9 @@ def of_softmax(name: str, found: Results) -> list[str]:
         if case.T >= LONG
     ]
     steady = [ratio for ratio in peers if ratio is not None]
-    beside = sdpa.ratios(found)
-    widths = listed([f"{width}" for width in sorted({case.D for case, _ in beside})])
+    beside = sdpa.every_ratio(found)
+    of_widths = {case.D for (case, _), ratio in beside.items() if ratio is not None}
+    widths = listed([f"{width}" for width in sorted(of_widths)])
     short = [ratio for (case, _), ratio in beside.items() if case.T < sdpa.LONG]
     long = [ratio for (case, _), ratio in beside.items() if case.T >= sdpa.LONG]
     steps = training.ratios_of(run.FOLDER / training.NAME / f"{name}.json")
@@ -113,9 +118,7 @@ def of_softmax(name: str, found: Results) -> list[str]:
             ],
         ),
         *slower("a training step of a model", "PyTorch's own", [("", steps)]),
-        *slower(
-            "`ato_jax.attention`", "its fastest peer", [(f" from {LONG:,} tokens on", steady)]
-        ),
+        *slower("`ato_jax.attention`", "its fastest peer", [(f" from {LONG:,} tokens on", steady)]),
     ]
 
 

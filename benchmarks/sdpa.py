@@ -48,15 +48,26 @@ CONTEST = Contest(
 )
 
 
-def ratios(results: Results, contest: Contest = CONTEST) -> dict[tuple[Case, str], float]:
-    """SDPA's time over ours by case and phase, where both are steady."""
+def every_ratio(
+    results: Results, contest: Contest = CONTEST
+) -> dict[tuple[Case, str], float | None]:
+    """SDPA's time over ours by case and phase, where both were measured; None where one of them is
+    not steady.
+    """
     found = Found(results)
-    told = {
-        (case, phase): steady_ratio(*(found.row(case, phase, name) for name in (THEIRS, OURS)))
-        for case in cases_of(results, contest)
-        for phase in PHASES
-    }
-    return {key: one for key, one in told.items() if one is not None}
+    told = {}
+    for case in cases_of(results, contest):
+        for phase in PHASES:
+            theirs, ours = (found.row(case, phase, name) for name in (THEIRS, OURS))
+            if theirs and theirs.seconds and ours and ours.seconds:
+                told[case, phase] = steady_ratio(theirs, ours)
+    return told
+
+
+def ratios(results: Results, contest: Contest = CONTEST) -> dict[tuple[Case, str], float]:
+    """The ratios of steady times."""
+    every = every_ratio(results, contest)
+    return {key: ratio for key, ratio in every.items() if ratio is not None}
 
 
 def findings(contest: Contest) -> Callable[[Results], list[Table]]:
@@ -91,4 +102,3 @@ def findings(contest: Contest) -> Callable[[Results], list[Table]]:
         return [Table(title, head, lines, notes, texts=2)] if lines else []
 
     return tables
-

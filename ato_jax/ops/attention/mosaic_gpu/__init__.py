@@ -87,11 +87,17 @@ def beats_later_backends(
     # 84, 425 and 72, 395. T256: B64 H32 109, 552 and 125, 549; causal 104, 519 and 128, 577; B8 H16
     # 9.5, 47 and 10.8, 42. From PyTorch a launch takes longer than calls of few rows, and those of
     # Triton's kernels less. Not measured are fewer queries or keys, few of one with many of the
-    # other, and other options.
-    beside = spec.bias or spec.mask or spec.dropout_rate or spec.segments or spec.left is not None
-    if beside or spec.right not in (None, 0) or shortest < 128 or max(spec.T, spec.S) > 512:
+    # other, and other options, but for both passes of D128 from 256 on.
+    if spec.bias or spec.mask or spec.dropout_rate or spec.B * spec.H * spec.T < 32768:
         return False
-    if spec.B * spec.H * spec.T < 32768:
+    if (
+        backward_follows
+        and shortest >= 256
+        and (spec.D, spec.V, spec.dtype) == (128, 128, "bfloat16")
+    ):
+        return True
+    beside = spec.softcap or spec.segments or spec.left is not None
+    if beside or spec.right not in (None, 0) or shortest < 128 or max(spec.T, spec.S) > 512:
         return False
     if spec.D > HALF:
         return True
