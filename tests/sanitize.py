@@ -53,14 +53,15 @@ def gradient(
     sizes: tuple[int, ...],
     implementation: str = "triton",
     B: int = 1,
+    G: int = 2,
     **options: Any,
 ) -> Call:
-    """Forward and backward of an op, H = 4 and G = 2."""
+    """Forward and backward of an op, H = 4."""
     T, S, D, V = sizes
     arrays = {
         "q": draw(B, T, 4, D, dtype=dtype),
-        "k": draw(B, S, 2, D, dtype=dtype),
-        "v": draw(B, S, 2, V, dtype=dtype),
+        "k": draw(B, S, G, D, dtype=dtype),
+        "v": draw(B, S, G, V, dtype=dtype),
     }
     # What is differentiated beside them.
     arrays |= {name: options.pop(name) for name in ("decay", "bias") if name in options}
@@ -261,7 +262,7 @@ def gates_by_mosaic_gpu() -> Iterator[Call]:
     for T, D, options in (
         (300, 128, {"segment_ids": ids}),
         (203, 64, {"decay": -jnp.abs(draw(1, 203, 2))}),
-        (203, 64, {"decay": -jnp.abs(draw(1, 203, 2, 64))}),
+        (203, 64, {"decay": -jnp.abs(draw(1, 203, 4, 64)), "G": 4}),
     ):
         yield by_mosaic_gpu(
             ato_jax.linear_attention, "bfloat16", (T, T, D, D), causal=True, **options
