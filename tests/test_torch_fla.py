@@ -2,6 +2,8 @@
 
     S_t = Diag(exp(g_t)) S_{t-1} + k_t v_t^T,  z_t = z_{t-1} + k_t
     o_t = scale * q_t S_t, divided by scale * q_t . z_t + 1e-10 where it is normalised
+
+On a card also beside flash-linear-attention itself, where that is installed.
 """
 
 import functools
@@ -58,14 +60,18 @@ STATEFUL = {"output_final_state": True}
 
 
 def family_of(name):
-    return name.removeprefix("fused_").removeprefix("chunk_").removeprefix("recurrent_").replace(
-        "parallel_", ""
+    return (
+        name.removeprefix("fused_")
+        .removeprefix("chunk_")
+        .removeprefix("recurrent_")
+        .replace("parallel_", "")
     )
 
 
-def draw(name, B=B, T=T, states=B, dtype=torch.float32, normalize=None):
+def draw(name, B=B, T=T, states=B, dtype=torch.float32, normalize=None, sizes=(H, D, V)):
     """The arguments of a call, all with gradients; without `states` none begins with a state."""
     generator = torch.Generator().manual_seed(0)
+    H, D, V = sizes
 
     def normal(*shape):
         return torch.randn(shape, generator=generator)
@@ -85,7 +91,7 @@ def draw(name, B=B, T=T, states=B, dtype=torch.float32, normalize=None):
     gate = GATES[family_of(name)]
     if gate is not None:
         letter = "gk" if name == "fused_recurrent_gla" else gate[0]
-        found[letter] = -0.3 * normal(B, T, H, *gate[1]).abs()
+        found[letter] = -0.3 * normal(B, T, H, *[D] * len(gate[1])).abs()
     found = {each: tensor.requires_grad_() for each, tensor in found.items()}
     if states:
         found["initial_state"] = sums()
@@ -96,7 +102,7 @@ def draw(name, B=B, T=T, states=B, dtype=torch.float32, normalize=None):
 
 
 def recurrence(
-    q, k, v, g=None, initial_state=None, normalize=False, scale=D**-0.5, cuts=(0, None),
+    q, k, v, g=None, initial_state=None, normalize=False, scale=None, cuts=(0, None),
     reverse=False, fixed=False,
 ):  # fmt: skip
     """o and the last states in the dtype of the arguments; g [B|1, T|1, H, D|1]; cuts as `CUTS`.
@@ -104,21 +110,26 @@ def recurrence(
     With `fixed`, gradients leave the normaliser out.
     """
     out, states, sums = {}, [], []
+    (batch, length, H, D), V = q.shape, v.shape[-1]
+    scale = D**-0.5 if scale is None else scale
+    factors = None if g is None else g.exp().expand(batch, length, H, -1)[..., None].unbind(1)
+    # Slices, whose gradients would be arrays of the whole length each.
+    q, k, v = (x.unbind(1) for x in (q, k, v))
     for n, (first, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
         rows = slice(None) if cuts == (0, None) else slice(n, n + 1)
-        steps = range(first, q.shape[1] if end is None else end)
-        kv, z = q.new_zeros(len(q), H, D, V), q.new_zeros(len(q), H, D)
+        steps = range(first, length if end is None else end)
+        kv, z = q[0].new_zeros(batch, H, D, V), q[0].new_zeros(batch, H, D)
         if initial_state is not None:
             kv = (initial_state[0] if normalize else initial_state)[rows]
             z = initial_state[1][rows, 0] if normalize else z
         for t in reversed(steps) if reverse else steps:
-            if g is not None:
-                kv = g.expand(len(q), q.shape[1], H, -1)[:, t, :, :, None].exp() * kv
-            kv = kv + k[:, t, :, :, None] * v[:, t, :, None]
-            z = z + k[:, t]
-            out[t] = scale * torch.einsum("bhd,bhdv->bhv", q[:, t], kv)
+            if factors is not None:
+                kv = factors[t] * kv
+            kv = kv + k[t][..., None] * v[t][..., None, :]
+            z = z + k[t]
+            out[t] = scale * torch.einsum("bhd,bhdv->bhv", q[t], kv)
             if normalize:
-                weights = scale * (q[:, t] * z).sum(-1, keepdim=True) + 1e-10
+                weights = scale * (q[t] * z).sum(-1, keepdim=True) + 1e-10
                 out[t] = out[t] / (weights.detach() if fixed else weights)
         states.append(kv)
         sums.append(z[:, None])
@@ -134,7 +145,7 @@ def plain(name):
         if g_gamma is not None:
             decays.append(g_gamma[None, None, :, None])
         if "retention" in name:
-            heads = torch.arange(H, dtype=torch.float64)
+            heads = torch.arange(q.shape[2], dtype=torch.float64)
             decays.append((1 - 2 ** (-5 - heads)).log()[None, None, :, None].to(q.dtype))
         decays = [decay for decay in decays if decay is not None]
         return recurrence(q, k, v, sum(decays) if decays else None, **options)
@@ -171,13 +182,22 @@ def gradients(results, arguments):
 BUDGET = {"q": "dq", "k": "dk", "v": "dv", "initial_state": "dstate", "z": "dstate"}
 
 
+def quantity(name):
+    """The name in `numerics.BUDGETS` of a result or of an argument's gradient."""
+    if name == "result 0":
+        return "out"
+    return BUDGET.get(name, "ddecay" if "g" in name else "state")
+
+
+def named(results, arguments):
+    """The results and the gradients by name."""
+    found = {f"result {n}": x for n, x in enumerate(results)}
+    return found | gradients(list(found.values()), arguments)
+
+
 def compare(function, arguments, peer):
     """Results and gradients of `function` against those of `peer` in float64."""
     found = flat(function(**arguments))
-
-    def all_of(results, arguments):
-        named = {f"result {n}": x for n, x in enumerate(results[: len(found)])}
-        return named | gradients(list(named.values()), arguments)
 
     def by_peer(dtype, **fixed):
         def upcast(x):
@@ -188,7 +208,7 @@ def compare(function, arguments, peer):
             return x.detach().cpu().to(dtype).requires_grad_(x.requires_grad)
 
         upcasts = {name: upcast(x) for name, x in arguments.items()}
-        return all_of(peer(**upcasts, **fixed), upcasts)
+        return named(peer(**upcasts, **fixed)[: len(found)], upcasts)
 
     def terms(name):
         """The norm of the gradient's two terms, through the numerator and the normaliser."""
@@ -197,14 +217,18 @@ def compare(function, arguments, peer):
         numerators = by_peer(torch.float64, fixed=True)[name]
         return torch.hypot(numerators, exact[name] - numerators).numpy()
 
-    exact, ideal = by_peer(torch.float64), by_peer(torch.float32)
-    for name, result in all_of(found, arguments).items():
+    exact, in_float32 = by_peer(torch.float64), functools.cache(by_peer)
+
+    def ideal(name, dtype):
+        return in_float32(torch.float32)[name].detach().to(dtype).float().numpy()
+
+    for name, result in named(found, arguments).items():
         numerics.check(
-            "out" if name == "result 0" else BUDGET.get(name, "ddecay" if "g" in name else "state"),
+            quantity(name),
             result.detach().cpu().float().numpy(),
             exact[name].detach().numpy(),
             dtype=str(arguments["q"].dtype).removeprefix("torch."),
-            ideal=ideal[name].detach().to(result.dtype).float().numpy(),
+            ideal=functools.partial(ideal, name, result.dtype),
             terms=functools.partial(terms, name),
         )
     return found
@@ -220,9 +244,7 @@ def of(name, **options):
 def test_is_the_recurrence(name):
     options = {"normalize": True} if name in NORMALIZED else {}
     with torch.set_grad_enabled(name != "chunk_retention"):  # its decay is that of simple GLA
-        found = compare(
-            of(name, **STATEFUL), draw(name), functools.partial(plain(name), **options)
-        )
+        found = compare(of(name, **STATEFUL), draw(name), functools.partial(plain(name), **options))
     assert [x.dtype for x in found] == [torch.float32] * (3 if options else 2)
 
 
@@ -444,24 +466,89 @@ def fla_function(name):
     return getattr(module, name)
 
 
+def on_gpu(arguments):
+    def moved(x):
+        return tuple(map(moved, x)) if isinstance(x, tuple) else x.detach().cuda().requires_grad_()
+
+    return {name: moved(x) for name, x in arguments.items()}
+
+
+def takes_states(name):
+    return "initial_state" in PARAMETERS[name]
+
+
+def drawn_on_gpu(name, **sizes):
+    """The arguments of a call on the card, with states where it takes them, and its options."""
+    stateful = takes_states(name)
+    options = STATEFUL if stateful else {}
+    return on_gpu(draw(name, **{"states": sizes.get("B", B) * stateful, **sizes})), options
+
+
 @pytest.mark.gpu
 @pytest.mark.kernels("linear_attention")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "name", ["chunk_linear_attn", "chunk_retention", "chunk_simple_gla", "chunk_gla"]
-)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_on_a_gpu(name, dtype):
-    """Against float64, and beside flash-linear-attention where that is installed."""
+    """Against float64."""
+    arguments, options = drawn_on_gpu(name, dtype=dtype)
+    peer = functools.partial(plain(name), **{"normalize": True} if name in NORMALIZED else {})
+    compare(of(name, **options), arguments, peer)
 
-    def on_gpu(x):
-        if isinstance(x, tuple):
-            return tuple(map(on_gpu, x))
-        return x.detach().cuda().requires_grad_()
 
-    arguments = {n: on_gpu(x) for n, x in draw(name, dtype=dtype).items()}
-    options = {"normalize": True} if name in NORMALIZED else {}
-    found = compare(of(name, **STATEFUL), arguments, functools.partial(plain(name), **options))
-    if importlib.util.find_spec("fla") is not None:
-        theirs = flat(fla_function(name)(**arguments, **STATEFUL))
-        for ours, other in zip(found, theirs, strict=True):
-            torch.testing.assert_close(ours, other.to(ours.dtype), atol=3e-2, rtol=3e-2)
+@pytest.mark.gpu
+@pytest.mark.kernels("linear_attention")
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", ["fused_recurrent_linear_attn", "fused_recurrent_gla"])
+def test_packed_sequences_on_a_gpu(name, reverse):
+    """In both directions, with states."""
+    arguments = on_gpu(draw(name, B=1, states=len(CUTS) - 1, dtype=torch.bfloat16))
+    options = {"reverse": reverse, **STATEFUL, "cu_seqlens": torch.tensor(CUTS).cuda()}
+    peer = functools.partial(plain(name), cuts=CUTS, reverse=reverse)
+    compare(of(name, **options), arguments, peer)
+
+
+# B, T and (H, D, V) of calls beside flash-linear-attention: those that Triton's kernels run, and
+# those that Hopper's do, which are too large for a recurrence in float64.
+BESIDE_FLA = {"T 1024": (2, 1024, (4, 64, 64)), "T 4096": (1, 4096, (16, 128, 128))}
+CHUNKS = ["chunk_linear_attn", "chunk_retention", "chunk_simple_gla", "chunk_gla"]
+requires_fla = pytest.mark.skipif(
+    importlib.util.find_spec("fla") is None,
+    reason="flash-linear-attention is not installed: pip install fla-core==0.6.0",
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.kernels("linear_attention", "mosaic_gpu")
+@pytest.mark.parametrize("name", CHUNKS)
+def test_longer_calls_on_a_gpu(name):
+    """Against float64, forward and backward, at the shorter of the lengths beside fla."""
+    B, T, sizes = BESIDE_FLA["T 1024"]
+    arguments, options = drawn_on_gpu(name, B=B, T=T, sizes=sizes, dtype=torch.bfloat16)
+    peer = functools.partial(plain(name), **{"normalize": True} if name in NORMALIZED else {})
+    compare(of(name, **options), arguments, peer)
+
+
+def apart(ours, theirs):
+    """The relative RMS difference."""
+    ours, theirs = ours.detach().double(), theirs.detach().double()
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@requires_fla
+@pytest.mark.gpu
+@pytest.mark.kernels("linear_attention", "mosaic_gpu")
+@pytest.mark.parametrize(
+    ("name", "size"), [(n, "T 1024") for n in PARAMETERS] + [(n, "T 4096") for n in CHUNKS]
+)
+def test_beside_fla(name, size):
+    """Results and gradients of both differ by at most two budgets, one for the error of each."""
+    B, T, sizes = BESIDE_FLA[size]
+    arguments, options = drawn_on_gpu(name, B=B, T=T, sizes=sizes, dtype=torch.bfloat16)
+    ours, theirs = (
+        named(flat(function(**arguments, **options)), arguments)
+        for function in (of(name), fla_function(name))
+    )
+    limits = {n: 2 * numerics.budget(quantity(n), "bfloat16") for n in ours}
+    found = {n: apart(ours[n], theirs[n]) for n in ours}
+    assert ours.keys() == theirs.keys()
+    assert all(found[n] <= limits[n] for n in found), {n: (found[n], limits[n]) for n in found}
