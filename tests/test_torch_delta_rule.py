@@ -1,6 +1,7 @@
 """ato_torch's functions of the delta rule against their recurrence in float64, by PyTorch."""
 
 import functools
+import importlib.util
 
 import pytest
 
@@ -14,6 +15,7 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 import ato_torch  # noqa: E402
 from ato_torch import _ops  # noqa: E402
 from tests import numerics  # noqa: E402
+from tests.test_torch_direct import check_a_graph_of  # noqa: E402
 
 B, T, G, H, D, V = 2, 21, 2, 4, 8, 6
 CUTS = [0, 5, 5, 20, T]  # the ends of packed sequences, one empty and one of a single token
@@ -22,13 +24,20 @@ FUNCTIONS = {
     "fused": ato_torch.fused_recurrent_gated_delta_rule,
     "kda": ato_torch.chunk_kda,
 }
+# The same as flash-linear-attention has them: modules of fla.ops, and names there.
+OF_FLA = {
+    "chunk": ("gated_delta_rule", "chunk_gated_delta_rule"),
+    "fused": ("gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    "kda": ("kda", "chunk_kda"),
+}
 NORMALIZED = {"use_qk_l2norm_in_kernel": True}
 STATEFUL = NORMALIZED | {"output_final_state": True}
 
 
-def draw(name, B=B, T=T, states=B, dtype=torch.float32):
+def draw(name, B=B, T=T, states=B, dtype=torch.float32, sizes=(G, H, D, V), device="cpu"):
     """The arguments of a call, all with gradients; without `states` none begins with a state."""
     generator = torch.Generator().manual_seed(0)
+    G, H, D, V = sizes
 
     def normal(*shape):
         return torch.randn(shape, generator=generator)
@@ -43,11 +52,12 @@ def draw(name, B=B, T=T, states=B, dtype=torch.float32):
     }
     if states:
         found["initial_state"] = normal(states, H, D, V)
-    return {name: tensor.requires_grad_() for name, tensor in found.items()}
+    return {name: tensor.to(device).requires_grad_() for name, tensor in found.items()}
 
 
-def recurrence(q, k, v, g, beta, initial_state=None, l2norm=True, scale=D**-0.5, cuts=(0, None)):
+def recurrence(q, k, v, g, beta, initial_state=None, l2norm=True, scale=None, cuts=(0, None)):
     """o and the last states in the dtype of the arguments; `cuts` as `CUTS`."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if l2norm:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
@@ -72,7 +82,8 @@ def gradients(results, arguments):
     if not results[0].requires_grad:
         return {}
     generator = torch.Generator().manual_seed(1)
-    loss = sum((x.double() * torch.randn(x.shape, generator=generator)).sum() for x in results)
+    weights = [torch.randn(x.shape, generator=generator).to(x.device) for x in results]
+    loss = sum((x.double() * w).sum() for x, w in zip(results, weights, strict=True))
     names = {"g": "decay", "initial_state": "state"}
     found = torch.autograd.grad(loss, list(arguments.values()))
     return {f"d{names.get(n, n)}": x for n, x in zip(arguments, found, strict=True)}
@@ -89,7 +100,7 @@ def compare(function, arguments, peer=recurrence):
 
     def by_peer(dtype):
         upcast = {
-            n: x.detach().to(dtype).requires_grad_(x.requires_grad)
+            n: x.detach().cpu().to(dtype).requires_grad_(x.requires_grad)
             for n, x in arguments.items()
         }
         return all_of(peer(**upcast), upcast)
@@ -98,7 +109,7 @@ def compare(function, arguments, peer=recurrence):
     for name, result in all_of(found, arguments).items():
         numerics.check(
             name,
-            result.detach().float().numpy(),
+            result.detach().cpu().float().numpy(),
             exact[name].detach().numpy(),
             dtype=str(arguments["q"].dtype).removeprefix("torch."),
             ideal=ideal[name].detach().to(result.dtype).float().numpy(),
@@ -295,3 +306,106 @@ def test_unknown_arguments_are_named():
     for function, name in zip(FUNCTIONS.values(), FUNCTIONS, strict=True):
         with pytest.raises(TypeError, match="head_first"):
             function(**draw(name), head_first=True)
+
+
+# T and (G, H, D, V) of calls on a card: whole chunks of 64 steps and a tail.
+ON_A_CARD = [(300, (2, 4, 64, 64)), (256, (2, 4, 128, 64))]
+on_a_card = pytest.mark.parametrize(("T", "sizes"), ON_A_CARD, ids=str)
+mosaic_gpu = pytest.mark.kernels("mosaic_delta_rule")
+
+
+def on_hopper():
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.gpu
+@mosaic_gpu
+@on_a_card
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_on_a_gpu(name, T, sizes):
+    """Against float64, forward and backward, with states."""
+    arguments = draw(name, B=2, T=T, dtype=torch.bfloat16, sizes=sizes, device="cuda")
+    compare(functools.partial(FUNCTIONS[name], **STATEFUL), arguments)
+
+
+@pytest.mark.gpu
+@mosaic_gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_packed_sequences_on_a_gpu(name):
+    """With states, of which each sequence has one."""
+    cuts = [0, 70, 70, 71, 300]
+    arguments = draw(
+        name,
+        B=1,
+        T=300,
+        states=len(cuts) - 1,
+        dtype=torch.bfloat16,
+        sizes=ON_A_CARD[0][1],
+        device="cuda",
+    )
+    options = {**STATEFUL, "cu_seqlens": torch.tensor(cuts, device="cuda")}
+    peer = functools.partial(recurrence, cuts=cuts)
+    compare(functools.partial(FUNCTIONS[name], **options), arguments, peer)
+
+
+@pytest.mark.gpu
+@mosaic_gpu
+@on_a_card
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_goes_direct_on_a_gpu(name, T, sizes):
+    """Both passes, by Hopper's own kernels where there are such, twice the same bits."""
+    arguments = draw(name, B=2, T=T, dtype=torch.bfloat16, sizes=sizes, device="cuda")
+    first, second = ([x for x in FUNCTIONS[name](**arguments, **STATEFUL)] for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    of_first, of_second = (gradients(x, arguments) for x in (first, second))
+    assert all(torch.equal(of_first[n], of_second[n]) for n in of_first)
+    told = ato_torch.explain(FUNCTIONS[name], **arguments, **STATEFUL)
+    assert told.forward.road == told.backward.road == "direct", told
+    if on_hopper():
+        assert all("mosaic" in str(road) for road in (told.forward, told.backward)), told
+
+
+@pytest.mark.gpu
+@mosaic_gpu
+@pytest.mark.parametrize("length", [300, 1])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_captured_in_a_cuda_graph(name, length):
+    """Many steps with their gradients, and one step without."""
+    sizes = ON_A_CARD[0][1]
+    arguments = draw(name, B=2, T=length, dtype=torch.bfloat16, sizes=sizes, device="cuda")
+
+    def step():
+        results = FUNCTIONS[name](**arguments, **STATEFUL)
+        if length == 1:
+            return [x.detach() for x in results]
+        loss = sum(x.float().square().sum() for x in results)
+        return [*results, *torch.autograd.grad(loss, list(arguments.values()))]
+
+    with torch.set_grad_enabled(length > 1):
+        check_a_graph_of(step, [arguments[each] for each in "qkv"])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("fla") is None,
+    reason="flash-linear-attention is not installed: pip install fla-core==0.6.0",
+)
+@pytest.mark.gpu
+@mosaic_gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_beside_fla(name):
+    """Results and gradients of both differ by at most two budgets, one for the error of each."""
+    module, theirs = OF_FLA[name]
+    function = getattr(importlib.import_module(f"fla.ops.{module}"), theirs)
+    # As many heads of keys as of values, which every one of its functions takes.
+    arguments = draw(name, B=2, T=1024, dtype=torch.bfloat16, sizes=(4, 4, 64, 64), device="cuda")
+
+    def all_of(call):
+        results = call(**arguments, **STATEFUL)
+        return dict(zip(("out", "state"), results, strict=True)) | gradients(results, arguments)
+
+    # A recurrence by steps has no gradients there.
+    with torch.set_grad_enabled(name != "fused"):
+        ours, other = map(all_of, (FUNCTIONS[name], function))
+    apart = {n: float((ours[n] - other[n]).float().norm() / other[n].float().norm()) for n in ours}
+    limits = {n: 2 * numerics.budget(n, "bfloat16") for n in apart}
+    assert all(apart[n] <= limits[n] for n in apart), {n: (apart[n], limits[n]) for n in apart}
