@@ -441,7 +441,7 @@ def test_delta_rule_is_transformers_own(make, config, monkeypatch):
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         logits = torch.cat([found.logits.flatten(), *map(torch.flatten, text.logits)])
-        return logits, [gradient.flatten() for gradient in gradients], text.sequences
+        return logits, gradients, text.sequences
 
     wanted, ran, run = results(), set(), _ops.run
     ato_torch.replace_delta_rule(model)
@@ -449,7 +449,10 @@ def test_delta_rule_is_transformers_own(make, config, monkeypatch):
     found = results()
     assert ran == {"gated_delta_rule", "gated_delta_rule_step"}
     assert example.difference(found[0], wanted[0]) < 2e-6
-    assert example.difference(torch.cat(found[1]), torch.cat(wanted[1])) < 1e-5
+    norm = torch.stack([gradient.norm() for gradient in wanted[1]]).norm()
+    # One by one: those of a decay's parameters are less than a thousandth of all.
+    for one, other in zip(found[1], wanted[1], strict=True):
+        assert (one - other).norm() < 1e-4 * other.norm() + 1e-7 * norm
     assert torch.equal(found[2], wanted[2]) and found[2].shape == (B, T + 4)
 
 
