@@ -71,6 +71,7 @@ help:
 	@echo 'make lint         linters and types alone'
 	@echo 'make test-oldest  the tests on $(OLDEST_JAX), with PyTorch'
 	@echo 'make test-newest  the tests on the newest JAX, without PyTorch'
+	@echo 'make test-hidden  some tests on a JAX without its lowering to Triton, in a minute'
 	@echo 'make test-newest-torch  those of ato_torch there, with PyTorch for CUDA: 6 GB'
 	@echo 'make record-long  all tests, long ones too, and a record of those that passed'
 	@echo 'make docs         the documentation site, built and checked, in site/'
@@ -147,6 +148,14 @@ test-newest:
 	@exit 1
 endif
 
+# A JAX without Pallas's lowering to Triton: the tests that say which backend runs, and why. All that
+# have passed with the lowering there run again, whatever the record of long tests says.
+HIDDEN_TESTS := $(addprefix tests/test_,choices.py support.py errors.py frame.py tune.py \
+	benchmark_choices.py)
+.PHONY: test-hidden
+test-hidden: $(OLDEST)/$(STAMP)
+	ATO_HIDE_TRITON=1 ATO_LONG=run $(OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(HIDDEN_TESTS)
+
 # Runs what takes long, and keeps what passed in tests/long_tests.json: `make test` skips it then.
 .PHONY: record-long
 record-long: $(OLDEST)/$(STAMP) $(if $(NEWEST_PYTHON),$(NEWEST)/$(STAMP))
@@ -162,7 +171,7 @@ test-newest-torch: $(CUDA)/$(STAMP)
 
 # Without a newer Python the newest JAX is left out, and said to be; REQUIRE_NEWEST=1 fails instead.
 .PHONY: test
-test: ready test-docs test-oldest $(if $(NEWEST_PYTHON)$(REQUIRE_NEWEST),test-newest)
+test: ready test-docs test-oldest test-hidden $(if $(NEWEST_PYTHON)$(REQUIRE_NEWEST),test-newest)
 ifndef NEWEST_PYTHON
 	@echo '*** No Python 3.13 or 3.12 found: the tests on the newest JAX were SKIPPED.' >&2
 endif
