@@ -27,6 +27,8 @@ _step = functools.partial(Case, STEP, T=1, dtype="bfloat16")
 KINDS_ON_CPUS = ("step", None, "channel")
 # On both sides of where calls go step by step (`delta_rule/xla/`).
 SIZES_ON_CPUS = ((4, 64), (16, 64), (2, 128), (8, 128))
+# By heads and tokens: few tokens, whose heads fill a card, and one long sequence, whose do not.
+SIZES = ((4, 4096, 16), (4, 4096, 32), (1, 65536, 16), (1, 65536, 32))
 CASES = {
     "gpu": (
         *(_bf16(B=2, H=16, D=128, decay=decay) for decay in ("step", None, "channel")),
@@ -36,6 +38,11 @@ CASES = {
         _step(B=32, H=16, D=256, decay="step"),
         _step(B=8, H=16, D=128, decay="step"),
         _step(B=1, H=32, D=128, decay="step"),
+        *(
+            _bf16(B=B, T=T, H=H, D=128, decay=decay)
+            for B, T, H in SIZES
+            for decay in ("step", "channel")
+        ),
     ),
     "cpu": (
         *(_tiny(decay=decay) for decay in KINDS_ON_CPUS),
@@ -88,6 +95,11 @@ def _whole(case: Case) -> bool:
     return case.op == "delta"
 
 
+def _few(case: Case) -> bool:
+    """Cases that XLA compiles and runs in seconds."""
+    return (case.B, case.T, case.H) not in SIZES
+
+
 def _plain(case: Case) -> bool:
     """Float32, which CPUs' cases have."""
     return _whole(case) and case.dtype == "float32"
@@ -104,7 +116,7 @@ CONTEST = side_by_side.Contest(
     CASES,
     {
         "ato_jax": Ours(_every, functools.partial(_library, None)),
-        XLA: Ours(_every, functools.partial(_library, "xla"), step=delta_step.by_xla),
+        XLA: Ours(_few, functools.partial(_library, "xla"), step=delta_step.by_xla),
         "jax-linear-attention's delta rule": Contender(_whole, _jla, package="jla"),
         f"{PLAIN} by steps": Contender(_plain, delta_plain.by_steps),
         **{

@@ -362,7 +362,7 @@ REPORT = (
     Suite(
         "delta",
         "the delta rule beside its peers",
-        25,
+        400,
         (delta.CONTEST,),
         findings.beside(delta.CONTEST, "The delta rule"),
         brief=(DELTA_BRIEF,),

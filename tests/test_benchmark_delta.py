@@ -135,5 +135,6 @@ def test_every_kind_has_peers_of_both_sides():
             assert names == ["ato_jax", delta.XLA]
             continue
         assert sum(name.startswith("fla") for name in names) == 1
-        assert "jax-linear-attention's delta rule" in names and set(names) >= {"ato_jax", delta.XLA}
+        assert "jax-linear-attention's delta rule" in names and "ato_jax" in names
+        assert (delta.XLA in names) == ((case.B, case.T, case.H) not in delta.SIZES)
     assert set(delta_torch.CONTENDERS) <= set(peers.CONTENDERS["delta"])
