@@ -12,7 +12,20 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from benchmarks import attention, demo, findings, run, sdpa, suites, training
+from benchmarks import (
+    attention,
+    cliff_rows,
+    delta,
+    demo,
+    findings,
+    float8_tables,
+    results,
+    run,
+    sdpa,
+    suites,
+    training,
+)
+from benchmarks.cases import PHASES, Case
 from benchmarks.findings import FORWARD, Found
 from benchmarks.results import Results
 
@@ -133,14 +146,84 @@ def softmax(reports: Reports) -> str:
     return " ".join([*sentences, legend]) if sentences else NOT_STEADY
 
 
+def of_float8(op: str, name: str, found: Results) -> str:
+    """How long calls of an op on float8 inputs, without options, take beside those in bfloat16;
+    empty without steady times. They may be in a file of their own (`document.py`).
+    """
+    apart = run.FOLDER / float8_tables.GROUP / f"{name}.json"
+    if not float8_tables.of(found) and apart.exists():
+        found = results.read(apart)
+    known, told = {row.key: row for row in found.rows}, []
+    for step in cliff_rows.STEPS["gpu"]:
+        if step.group != float8_tables.GROUP or step.name != f"float8 {op}":
+            continue
+        rows = float8_tables.rows_of(step, known)
+        own, base = rows[cliff_rows.OURS], rows[cliff_rows.BASE]
+        ratio = findings.steady_ratio(own, base) if own and base else None
+        if ratio is not None:
+            told.append(f"{ratio:.2f} times ({float8_tables.size_of(step)})")
+    return f"on {of_card(found)} {listed(told)}" if told else ""
+
+
+def _float8(op: str, reports: Reports) -> str:
+    cards = [told for name, found in reports if (told := of_float8(op, name, found))]
+    if not cards:
+        return NOT_STEADY
+    return f"A forward call took, beside one on bfloat16 arrays, {'; '.join(cards)}."
+
+
+def float8_softmax(reports: Reports) -> str:
+    """The time of softmax attention on float8 inputs over that in bfloat16."""
+    return _float8("softmax", reports)
+
+
+def float8_linear(reports: Reports) -> str:
+    """The time of linear attention on float8 inputs over that in bfloat16."""
+    return _float8("linear", reports)
+
+
+def delta_rule(reports: Reports) -> str:
+    """What the delta rule's kernels take, beside XLA where that was timed too."""
+    cases = [case for case in delta.CASES["gpu"] if delta.few(case) and case.D == 128]
+    cards = []
+    for _, found in reports:
+        told = [of_call(Found(found), case) for case in cases if case.decay]
+        if any(told):
+            cards.append(f"on {of_card(found)} {', '.join(filter(None, told))}")
+    if not cards:
+        return NOT_STEADY
+    size = f"B {cases[0].B}, T {cases[0].T:,}, {cases[0].H} heads of 128 columns"
+    return f"Calls in bfloat16, {size}, forward and with gradients, take {'; '.join(cards)}."
+
+
+def of_call(rows: Found, case: Case) -> str:
+    """The times of both phases of a case, and XLA's; empty where one of ours is not steady."""
+    times = {}
+    for name in ("ato_jax", delta.XLA):
+        timed = [rows.row(case, phase, name) for phase in PHASES]
+        known = [row for row in timed if row and row.seconds and not row.doubt]
+        steady = [f"{1e3 * (row.seconds or 0):.2f}" for row in known]
+        if len(steady) == len(PHASES):
+            times[name] = f"{' and '.join(steady)} ms"
+    if "ato_jax" not in times:
+        return ""
+    beside = f" (by XLA {times[delta.XLA]})" if delta.XLA in times else ""
+    return f"{times['ato_jax']} with a decay per {case.decay}{beside}"
+
+
 # By page, from the repository's root: which sentences it has.
 PAGES: dict[str, tuple[str, ...]] = {
     "README.md": ("crossover", "softmax"),
     "docs/faq.md": ("crossover",),
     "docs/guides/choosing.md": ("crossover",),
+    "docs/guides/fla.md": ("delta_rule",),
+    "docs/guides/float8.md": ("float8_softmax", "float8_linear"),
     "docs/guides/pytorch.md": ("softmax",),
 }
 SENTENCES: dict[str, Callable[[Reports], str]] = {
     "crossover": crossover,
     "softmax": softmax,
+    "float8_softmax": float8_softmax,
+    "float8_linear": float8_linear,
+    "delta_rule": delta_rule,
 }

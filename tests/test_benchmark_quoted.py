@@ -5,7 +5,20 @@ import json
 
 import pytest
 
-from benchmarks import attention, document, findings, quoted, results, run, sdpa, suites, summary
+from benchmarks import (
+    attention,
+    cliff_rows,
+    delta,
+    document,
+    findings,
+    float8_tables,
+    quoted,
+    results,
+    run,
+    sdpa,
+    suites,
+    summary,
+)
 from benchmarks.cases import PHASES
 from benchmarks.results import Results, ResultsError, Row
 from tests.figures import FACTS, parsed_flags  # noqa: F401
@@ -111,3 +124,45 @@ def test_the_pages_have_the_sentences_of_the_files():
             assert f"<!-- {name} -->another<!-- /{name} -->" in other
             with pytest.raises(ResultsError, match="once each"):
                 document.between(text.replace(f"<!-- {name} -->", ""), made, path, name)
+
+
+def test_times_of_float8_calls_are_quoted_from_their_own_file(tmp_path, monkeypatch):
+    """Those without options; a doubtful one is left out, and a file of their own is read."""
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    steps = [
+        step
+        for step in cliff_rows.STEPS["gpu"]
+        if step.group == float8_tables.GROUP and "causal" in str(step.row)
+    ]
+    rows = []
+    for step in steps:
+        load = "a load" if step.row.D == 256 else ""
+        work = dict(limit=1e-6, traffic=1, operations=1, turns=[1.0], load=load)
+        for name, seconds in ((cliff_rows.OURS, 0.75), (cliff_rows.BASE, 1.0)):
+            spread = summary.spread([seconds] * 3)
+            row = Row(str(step.row), FORWARD, name, seconds=seconds, spread=spread, **work)
+            rows.append(row)
+    name, found = card("A", rows)
+    said = "A forward call took, beside one on bfloat16 arrays, on one A (2026-11-28) 0.75 times "
+    softmax, linear = "(B2 H16 T8192 D128, causal).", "(B2 H16 T16384 D128, causal) and 0.75 times "
+    linear += "(B8 H8 T16384 D64, causal)."
+    assert quoted.float8_softmax([(name, found)]) == said + softmax
+    assert quoted.float8_linear([(name, found)]) == said + linear
+    apart = tmp_path / float8_tables.GROUP / f"{name}.json"
+    results.write(apart, results.json_text(found))
+    assert quoted.float8_linear([card(name, [])]) == said + linear
+    assert quoted.float8_linear([card("B", [])]) == quoted.NOT_STEADY
+
+
+def test_times_of_the_delta_rule_are_quoted():
+    step, _, channel, *_ = delta.CASES["gpu"]
+    rows = [row_of(step, phase, "ato_jax", 1e-3) for phase in PHASES]
+    rows += [row_of(step, phase, delta.XLA, 2e-3) for phase in PHASES]
+    rows += [row_of(channel, phase, "ato_jax", 3e-3, phase[7:]) for phase in PHASES]
+    rows += [row_of(delta.CASES["gpu"][-1], phase, "ato_jax", 4e-3) for phase in PHASES]
+    assert quoted.delta_rule([card("A", rows)]) == (
+        "Calls in bfloat16, B 2, T 8,192, 16 heads of 128 columns, forward and with gradients, "
+        "take on one A (2026-11-28) 1.00 and 1.00 ms with a decay per step (by XLA 2.00 and 2.00 "
+        "ms)."
+    )
+    assert quoted.delta_rule([card("A", [])]) == quoted.NOT_STEADY
