@@ -2,8 +2,10 @@
 
     x = values * scale        values [B, H, T, D] of float8_e4m3fn, scale [B, H] float32
 
-No kernel reads 8 bits today. PyTorch widens the tensors, and the call on bfloat16 tensors runs, or
-on float32 ones for a float32 output.
+PyTorch widens the tensors, and the call on bfloat16 tensors runs, or on float32 ones for a float32
+output. Kernels that read 8 bits (`ato_jax/ops/*/reading.py`) are not reached from here: the ops of
+`_adapters.py` know no scales, and the trial of a direct launch draws normal numbers
+(`_direct._drawn`), which PyTorch lacks in 8 bits. The guide to PyTorch has the way by DLPack.
 """
 
 from __future__ import annotations
