@@ -16,11 +16,18 @@ one of them alone changed, or tests were added,
 
     python -m tests.receipt renew
 
-puts the tests of that part, and the new ones, under "left". Which ops' kernels a test runs its
-parameter `op` says, or a marker `kernels` of its own parameters; a parameter that names gates of
-channels, or Mosaic GPU, says that it runs theirs; else the function's marker says it. Any other
-test counts for all but these and those for wide heads, which no test runs unasked. The bridge's are
-those of `tests/test_torch_*.py`. Where no card could be had,
+puts the tests of that part, and the new ones, under "left". Where most kernels of a part are shown
+to be the same as before, by the text that they are compiled from or by their block sizes,
+
+    python -m tests.receipt carry PART "how that was shown" [NAME ...]
+
+keeps what was seen of all its tests but those that are named, and writes the reason under
+"carried".
+
+Which ops' kernels a test runs its parameter `op` says, or a marker `kernels` of its own parameters;
+a parameter that names gates of channels, or Mosaic GPU, says that it runs theirs; else the
+function's marker says it. Any other test counts for all but these and those for wide heads, which
+no test runs unasked. The bridge's are those of `tests/test_torch_*.py`. Where no card could be had,
 
     python -m tests.receipt pending "the reason"
 
@@ -405,7 +412,26 @@ def renewed(
     names = {kind: [name for name in stays if stays[name] == kind] for kind in OUTCOMES}
     left = [name for name in parts_by_test if name not in stays]
     again = [name for name in receipt["again"] if name in stays]
-    return _tallied({**receipt, **names, "left": left, "again": again, "sources": hashes})
+    carried = {part: why for part, why in receipt.get("carried", {}).items() if part not in changed}
+    found = {**receipt, **names, "left": left, "again": again, "sources": hashes}
+    return _tallied({**found, "carried": carried})
+
+
+def with_carried(
+    receipt: dict[str, Any], part: str, reason: str, named: list[str], hashes: dict[str, str]
+) -> dict[str, Any]:
+    """The receipt with a part's hash of now, although the card saw its kernels before a change that
+    left them as they are, but for those of the named tests."""
+    known = {name for kind in (*OUTCOMES, "left") for name in receipt[kind]}
+    if unknown := sorted(set(named) - known):
+        raise ValueError(f"the receipt has no test {unknown[0]}: run `renew` after `carry`")
+    stays = {kind: [name for name in receipt[kind] if name not in named] for kind in OUTCOMES}
+    again = [name for name in receipt["again"] if name not in named]
+    left = sorted({*receipt["left"], *named})
+    sources = {**receipt["sources"], part: hashes[part]}
+    carried = {**receipt.get("carried", {}), part: reason}
+    found = {**receipt, **stays, "left": left, "again": again, "sources": sources}
+    return _tallied({**found, "carried": carried})
 
 
 def collected(session: Any) -> list[str]:
@@ -489,6 +515,10 @@ if __name__ == "__main__":
             old = json.loads(RECEIPT.read_text())
             seen = renewed(old, source_hashes(), gpu_tests()) if "passed" in old else {}
             write({**seen, "pending": reason.strip()})
+        case ["carry", part, reason, *named] if part in PARTS and reason.strip():
+            old = json.loads(RECEIPT.read_text())
+            found = with_carried(old, part, reason.strip(), named, source_hashes())
+            RECEIPT.write_text(json.dumps(found, indent=2) + "\n")
         case ["left"]:
             print("\n".join(json.loads(RECEIPT.read_text()).get("left", [])))
         case ["renew"]:
@@ -499,6 +529,7 @@ if __name__ == "__main__":
             print(len(json.loads(RECEIPT.read_text())["left"]), "tests to run")
         case _:
             sys.exit(
-                "usage: python -m tests.receipt pending REASON, or left, or renew\n"
+                "usage: python -m tests.receipt pending REASON, or left, or renew, or "
+                "carry PART REASON [NAME ...]\n"
                 f"current hashes: {source_hashes()}"
             )

@@ -211,6 +211,22 @@ def test_a_pending_receipt_is_made_up_for() -> None:
     assert "pending" not in run and receipt.verdict(run, HASHES) == (None, None)
 
 
+def test_what_was_seen_of_the_same_kernels_is_carried_over() -> None:
+    """But for the named tests, and until the part changes again."""
+    run = first_run(["t", "u", "w"], {"t": "passed", "u": "passed", "w": "passed"})
+    later = {**HASHES, "attention": "b"}
+    run = receipt.with_carried(run, "attention", "the same text", ["u"], later)
+    assert run["passed"] == ["t", "w"] and run["left"] == ["u"]
+    assert run["carried"] == {"attention": "the same text"}
+    wrong, warning = receipt.verdict(run, later)
+    assert wrong is None and "1 TESTS" in str(warning)
+    with pytest.raises(ValueError, match="no test other"):
+        receipt.with_carried(run, "attention", "the same text", ["other"], later)
+    parts = {"t": {"attention"}, "u": {"attention"}, "w": {"linear_attention"}}
+    again = receipt.renewed(run, {**later, "attention": "c"}, parts)
+    assert again["left"] == ["t", "u"] and not again["carried"]
+
+
 def test_cards_get_the_longest_tests_first() -> None:
     seconds = {"a": 100.0, "b": 60.0, "c": 50.0, "d": 1.0}
     hands = gpu_run.dealt(["d", "new", "c", "b", "a"], 2, seconds)
