@@ -2104,6 +2104,15 @@ def test_large_heads_of_linear_attention(dtype: str, D: int, V: int, causal: boo
 
 
 @of_linear_attention
+@pytest.mark.parametrize(("D", "V"), [(96, 256), (128, 200), (64, 144)])
+def test_wide_values_that_see_both_sides_through_a_decay(D: int, V: int) -> None:
+    """States are multiplied in parts, by tiles of their own."""
+    qkv = arrays("bfloat16", T=384, D=D, V=V)
+    decay = -0.1 * jnp.ones(qkv[1].shape[:3], jnp.float32)
+    check("linear_attention", *qkv, decay=decay, normalize=False, feature_map="relu")
+
+
+@of_linear_attention
 @pytest.mark.parametrize("scale", [0.05, 1.0])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
