@@ -26,6 +26,8 @@ from ato_torch._errors import ClosedError
 
 # The dynamic shared memory that a launch gets without asking for more.
 SHARED_BYTES = 48 * 1024
+# What XLA reserves in the machine code for a constant of fewer bytes.
+LEAST_CONSTANT_BYTES = 64
 
 
 class Loaded:
@@ -150,7 +152,8 @@ class Kernels:
             places = ctypes.byref(address), ctypes.byref(size)
             module, symbol = module_of(executable.code), constant.symbol.encode()
             _driver.check(driver.cuModuleGetGlobal_v2(*places, module, symbol))
-            if size.value != len(constant.content):
+            own = len(constant.content)
+            if size.value not in (own, max(own, LEAST_CONSTANT_BYTES)):
                 raise ClosedError(f"{constant} has {size.value} bytes in the machine code")
             _write(address, constant.content)
             self.constants.append(address.value)

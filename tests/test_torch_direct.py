@@ -509,9 +509,14 @@ def test_constants_lie_in_the_machine_code(driver):
         assert loads == [("load", each) for each in dict.fromkeys((b"ELF 1", code))]
         assert found.scratch_bytes == 0
         assert torch.equal(found([tensor, tensor])[0], tensor + 2)
-    driver.constants = {b"two": np.full(5, 2, np.float32)}
-    with pytest.raises(_direct.ClosedError, match="symbol='two'.* has 20 bytes"):
-        plan(made, results=1)
+    # XLA reserves at least 64 bytes.
+    driver.constants = {b"two": np.zeros(16, np.float32)}
+    assert torch.equal(plan(made, results=1)([tensor, tensor])[0], tensor + 2)
+    assert driver.constants[b"two"].tolist() == [2] * 6 + [0] * 10
+    for other in (5, 7, 17):
+        driver.constants = {b"two": np.full(other, 2, np.float32)}
+        with pytest.raises(_direct.ClosedError, match=f"symbol='two'.* has {4 * other} bytes"):
+            plan(made, results=1)
 
 
 def kernels_alone():
