@@ -101,8 +101,13 @@ def _whole(case: Case) -> bool:
 
 
 def few(case: Case) -> bool:
-    """Cases of the report, which XLA compiles and runs in seconds."""
+    """Cases that XLA compiles and runs in seconds."""
     return (case.B, case.T, case.H) not in SIZES
+
+
+def of_report(case: Case) -> bool:
+    """Cases of the report. Steps are not in it: the notes have their times."""
+    return _whole(case) and few(case)
 
 
 def _plain(case: Case) -> bool:
@@ -136,9 +141,7 @@ CONTEST = side_by_side.Contest(
 
 
 def in_report(case: Case, name: str) -> bool:
-    """XLA compiles for long, and is far behind: once. Plain forms are beside it on CPUs alone.
-    Steps are not in it: the notes have their times.
-    """
-    if name.startswith(PLAIN) or case.op == STEP:
+    """XLA compiles for long, and is far behind: once. Plain forms are beside it on CPUs alone."""
+    if name.startswith(PLAIN):
         return False
     return name != XLA or case in (CASES["gpu"][0], CASES["cpu"][0])

@@ -284,7 +284,7 @@ ATTENTION_BRIEF = dataclasses.replace(
 BIDIRECTIONAL_BRIEF = dataclasses.replace(
     BIDIRECTIONAL, meets=lambda case, name: name != SDPA[0] or case.T < 16384
 )
-DELTA_BRIEF = dataclasses.replace(only(delta.CONTEST, delta.few), meets=delta.in_report)
+DELTA_BRIEF = dataclasses.replace(only(delta.CONTEST, delta.of_report), meets=delta.in_report)
 DECODE_BRIEF = dataclasses.replace(decode.CONTEST, meets=decode.in_report)
 # Plain JAX compiles for seconds, alone: XLA searches.
 WIDE_BRIEF = dataclasses.replace(
