@@ -24,7 +24,7 @@ from ato_jax.backend import Spec
 NAME = "slower.toml"
 # From this factor on an option is in the table.
 LEAST = 2.0
-# Of the card that the table was measured on, an H200.
+# The compute capability of an H200, on which the table was measured.
 CAPABILITY = 9, 0
 FORWARD, TRAINING = "forward", "training"
 # Between the backends of the two passes of training, where these differ.

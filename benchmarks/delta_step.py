@@ -26,7 +26,7 @@ def by_library(
 def by_xla(
     q: Any, k: Any, v: Any, beta: Any, decay: Any, state: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The same in plain JAX, as where there is no kernel. It reads the state twice."""
+    """A step in plain JAX, which runs where the kernel cannot. It reads the state twice."""
     spec, inputs, _ = delta_rule_step.prepare(q, k, v, beta, state, decay=decay)
     return delta_rule_step._plain(spec, inputs)
 

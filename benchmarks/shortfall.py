@@ -34,7 +34,10 @@ HOPPERS = ("H100", "H200")
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
-    """Of a row in one phase; `wanted` is the factor that meets the target, None without one."""
+    """How many times as long as its base case a row takes for each byte, in one phase.
+
+    `wanted` is the factor that meets the target. It is None where the row has no target.
+    """
 
     step: Step
     phase: str
@@ -44,7 +47,7 @@ class Factor:
 
 
 def factors(found: Results) -> Iterator[Factor]:
-    """Of all steady rows."""
+    """Yields the factors of all rows whose times were steady."""
     rows = {row.key: row for row in found.rows}
     for step in cliff_rows.STEPS[found.platform]:
         for phase in step.phases:

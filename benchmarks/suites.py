@@ -236,7 +236,7 @@ CROSSOVER = Contest(
 )
 
 
-# What the report has of them.
+# The cases of the suite `host` that are in the report.
 HOST_CASES = tuple(
     Case(op, B=1, H=4, T=128, D=64, dtype="bfloat16", causal=causal)
     for op, causal in (("softmax", True), ("linear", False), ("linear", True))

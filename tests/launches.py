@@ -30,7 +30,7 @@ from jax import lax
 import ato_jax
 
 SHAPES = 20
-# Of all shapes together.
+# The number of launches, all shapes together.
 CALLS = 10_000
 MOST_ROWS = 1100
 # Seconds for one shape: nearly all of them compile its three or four kernels.

@@ -756,21 +756,30 @@ def check(call: Call, implementation: str | None, exact: dict[str, Any]) -> list
     return beyond
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parser_of(description: str | None, ops: tuple[str, ...]) -> argparse.ArgumentParser:
+    """A parser of the arguments that say which calls to draw, and for how long."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--implementation", default="xla", help="several with commas, or default")
     parser.add_argument("--seed", type=int, default=0, help="that of the first call")
     parser.add_argument("--calls", type=int, default=10**9)
     parser.add_argument("--longest", type=int, default=700, help="the largest T and S")
-    parser.add_argument("--op", choices=OPS)
+    parser.add_argument("--op", choices=ops)
+    return parser
+
+
+def names_of(implementation: str) -> list[str | None]:
+    """The backends of `--implementation`. None is the default one."""
+    return [None if name == "default" else name for name in implementation.split(",")]
+
+
+def main() -> None:
+    parser = parser_of(__doc__, OPS)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     until = time.monotonic() + options.seconds
-    implementations = [
-        None if name == "default" else name for name in options.implementation.split(",")
-    ]
+    implementations = names_of(options.implementation)
     counts = dict.fromkeys(implementations, 0)
     failed, seed = 0, options.seed
     while seed < options.seed + options.calls and time.monotonic() < until:

@@ -11,7 +11,6 @@ interpreted.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import time
@@ -120,16 +119,9 @@ def check(call: Call, implementation: str | None, wanted: dict[str, Any]) -> lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--implementation", default="xla", help="several with commas, or default")
-    parser.add_argument("--seed", type=int, default=0, help="that of the first call")
-    parser.add_argument("--calls", type=int, default=10**9)
-    parser.add_argument("--longest", type=int, default=700, help="the largest T and S")
-    parser.add_argument("--op", choices=OPS)
-    options = parser.parse_args()
+    options = random_calls.parser_of(__doc__, OPS).parse_args()
     until, failed, read = time.monotonic() + options.seconds, 0, 0
-    names = [None if name == "default" else name for name in options.implementation.split(",")]
+    names = random_calls.names_of(options.implementation)
     seed = options.seed
     while seed < options.seed + options.calls and time.monotonic() < until:
         call = draw(seed, options.longest, options.op)

@@ -330,7 +330,7 @@ KERNELS = {
     "mosaic_gpu, gates": "mosaic_gpu",
     "mosaic_gpu, delta rule": "mosaic_delta_rule",
 }
-# What the names of a group's kernels contain, where that is not `KERNEL_NAME`.
+# The sanitizer watches kernels whose names contain `KERNEL_NAME`, but in these groups another word.
 KERNEL_NAME = "attention"
 KERNEL_NAMES = {"steps of the delta rule": "delta_rule", "mosaic_gpu, delta rule": "delta_rule"}
 

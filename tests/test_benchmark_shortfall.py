@@ -93,7 +93,7 @@ def test_the_file_has_what_takes_twice_the_time(monkeypatch: pytest.MonkeyPatch)
     found = results_of(monkeypatch, *measured)
     another = dataclasses.replace(found, device="another card")
     text = shortfall.toml_text([another, found])
-    # Of the backend that has the largest factor; float32 is below 2 in both phases.
+    # Each entry has the backend of its largest factor. Float32 is below 2 in both phases.
     assert tomllib.loads(text) == {
         "card": "NVIDIA H200",
         "options": [

@@ -12,10 +12,10 @@ from ato_jax.meshes import partition, sharded
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """What is static about one step, but for the arrays' shapes.
+    """The static values of one step. The shapes are those of the arrays.
 
-    `in_place`: the kernel writes the new state over the old one. XLA copies that first where the
-    caller keeps it.
+    With `in_place` the kernel writes the new state over the old one. XLA copies the old one first
+    where the caller keeps it.
     """
 
     scale: float
