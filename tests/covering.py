@@ -785,7 +785,9 @@ MOSAIC_DELTA_RULE = Space(
     {
         **DELTA_FACTORS,
         "lengths": ("odd", "whole chunks", "whole tiles", "T = 1"),
-        "widths": ((128, 128), (64, 64), (128, 64), (64, 192)),
+        "padding": (False, True),
+        "segments": (False, True),
+        "widths": ((128, 128), (64, 64), (128, 64), (64, 192), (96, 96), (33, 65)),
         "heads": ("H = G", "pairs", "one key head"),
         # How the state is walked from chunk to chunk, which otherwise follows from how many heads
         # there are for the card.
@@ -794,7 +796,7 @@ MOSAIC_DELTA_RULE = Space(
     rules=(
         Rule(
             ("walk", "widths"),
-            lambda walk, widths: walk == "two slices" and widths[1] % 128 != 0,
+            lambda walk, widths: walk == "two slices" and widths[1] not in (96, 128),
             None,
         ),
         Rule(
@@ -817,7 +819,7 @@ MOSAIC_DELTA_RULE = Space(
             None,
         ),
     ),
-    triples=("decay", "normalize_qk", "initial_state", "return_state", "layout"),
+    triples=("decay", "padding", "segments", "normalize_qk", "initial_state", "layout"),
     backend="mosaic_gpu",
 )
 DELTA_STEP = Space(

@@ -61,7 +61,7 @@ COVERED = {
     "decode_attention": (49, 1158, 261),
     "linear_attention_step": (71, 768, 0),
     "delta_rule": (26, 947, 200),
-    "mosaic_delta_rule": (23, 699, 104),
+    "mosaic_delta_rule": (28, 936, 200),
     "delta_rule_step": (29, 342, 24),
 }
 

@@ -2315,6 +2315,55 @@ def test_the_delta_rule_by_mosaic_gpu(
 
 
 @of_mosaic_delta_rule
+@pytest.mark.parametrize(
+    ("T", "D", "V", "decay", "longest", "padded"),
+    [
+        (2048, 128, 128, "step", 500, False),
+        (2048, 128, 128, "", 500, True),
+        # Of few steps, so that each chunk has many.
+        (2000, 64, 64, "step", 9, False),
+        (2000, 64, 64, "per channel", 9, True),
+        (4096, 128, 128, "per channel", 1000, False),
+        (1100, 96, 80, "step", 200, True),
+        (65536, 64, 64, "step", 3000, False),
+    ],
+)
+def test_segments_and_lengths_of_the_delta_rule_by_mosaic_gpu(
+    T: int, D: int, V: int, decay: str, longest: int, padded: bool
+) -> None:
+    """Segments of 1 to `longest` steps, in two rows; twice the same bits."""
+    needs_hopper()
+    generator = np.random.default_rng(11)
+    q, k, _ = arrays("float32", B=2, T=T, H=1, G=1, D=D)
+    *_, v = arrays("float32", B=2, T=T, H=2, G=2, D=D, V=V, seed=1)
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    qkv = [array.astype(jnp.bfloat16) for array in (q, k, v)]
+    starts = [np.cumsum(generator.integers(1, longest + 1, T)) for _ in range(2)]
+    runs = [np.searchsorted(row, np.arange(T), side="right") for row in starts]
+    options: dict[str, Any] = {
+        "beta": jnp.asarray(generator.uniform(0, 2, (2, T, 2)), jnp.float32),
+        "initial_state": jnp.asarray(generator.normal(size=(2, 2, D, V)), jnp.float32),
+        "segment_ids": jnp.asarray(np.stack(runs) % 3),
+        "normalize_qk": True,
+        "return_state": True,
+    }
+    if padded:
+        options["lengths"] = np.array([T - 70, T // 2])
+    if decay:
+        of_steps = (2, T, 2, D) if decay == "per channel" else (2, T, 2)
+        options["decay"] = -jnp.asarray(generator.random(of_steps) ** 3, jnp.float32)
+    wanted = numerics.oracle("gated_delta_rule", *qkv, **options)
+    found, again = (
+        numerics.run(
+            "gated_delta_rule", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options
+        )
+        for _ in range(2)
+    )
+    assert all(jnp.array_equal(found[name], again[name]) for name in found)
+    numerics.compare(found, wanted)
+
+
+@of_mosaic_delta_rule
 @pytest.mark.parametrize(("T", "D", "decay"), [(193, 64, -0.4), (1024, 64, 0.0), (300, 128, -4.0)])
 def test_the_delta_rule_where_each_step_takes_all_of_the_state(
     T: int, D: int, decay: float

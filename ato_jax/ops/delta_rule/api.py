@@ -227,7 +227,8 @@ def gated_delta_rule(
         the factors to TF32. Other dtypes ignore it.
       implementation: None for the fastest backend that supports the call on this device, or one of
         "mosaic_gpu", "xla" and "reference". "mosaic_gpu", kernels for Hopper, takes bfloat16 with D
-        of 64 or 128 and V a multiple of 64, without segments and lengths.
+        of at most 128. Lengths, and columns that are no multiple of 64, cost it copies of q, k and
+        v.
 
     Returns:
       out [B, T, H, V] in v's dtype; with `return_state` the pair (out, state). The state is S after

@@ -11,6 +11,9 @@ mostly finds that it has nothing to do. `walk.py` has what both walks share,
 
 `solve.py` forms k k^T for each value head, also where heads share keys.
 
+The kernels know neither segments nor lengths, and blocks of 64 columns alone: `fits.py` rewrites
+other calls.
+
 A decay per channel has kernels of its own for the same four parts: `channel.py` says how pairs are
 decayed, `channel_backward.py` launches them.
 """
@@ -22,7 +25,7 @@ from ato_jax.device import Device
 from ato_jax.mosaic import HALF
 from ato_jax.mosaic import refusal_of_device as unsupported_device
 from ato_jax.ops.delta_rule.mosaic_gpu import backward as gradients
-from ato_jax.ops.delta_rule.mosaic_gpu import channel_backward, frame, steps
+from ato_jax.ops.delta_rule.mosaic_gpu import channel_backward, fits, frame, steps
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import Config as Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import solve_chunks
 from ato_jax.ops.delta_rule.mosaic_gpu.walk_forward import walk_forward
@@ -32,14 +35,8 @@ from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residual
 def unsupported(spec: DeltaRuleSpec, phase: str) -> str | None:
     if spec.dtype != "bfloat16":
         return f"takes bfloat16 alone, got {spec.dtype}"
-    if spec.D % HALF or spec.D > frame.WIDEST_KEY:
-        return f"needs D to be {HALF} or {frame.WIDEST_KEY}, got {spec.D}"
-    if spec.V % HALF:
-        return f"needs V to be a multiple of {HALF}, got {spec.V}"
-    if spec.segments:
-        return "does not support segments"
-    if spec.lengths:
-        return "does not support lengths"
+    if spec.D > frame.WIDEST_KEY:
+        return f"needs D to be at most {frame.WIDEST_KEY}, got {spec.D}"
     return None
 
 
@@ -47,7 +44,7 @@ def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
     """The walk has one slice of v's columns a block as long as all blocks then run at once, and
     else two, which share what they read of q, k and the chunk's matrices. Where there are few,
     sequences are walked in as many pieces as run at once; two would take as long as one."""
-    slices = spec.V // HALF
+    slices = fits.up_to_half(spec.V) // HALF
     blocks = spec.B * spec.H * slices
     together = slices % 2 == 0 and blocks > device.multiprocessors
     pieces = min(
@@ -63,6 +60,9 @@ def default_config(spec: DeltaRuleSpec, device: Device) -> Config:
 
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
+    if (fitted := fits.fitted(spec)) != spec:
+        found = forward(fitted, config, fits.fitted_inputs(spec, inputs))
+        return fits.users_outputs(spec, found)
     if spec.decay == "channel":
         return channel_backward.forward(spec, config, inputs)
     solved = solve_chunks(spec, config, inputs.k, steps.given_of(spec, inputs))
@@ -72,6 +72,10 @@ def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
 def forward_for_own_backward(
     spec: DeltaRuleSpec, config: Config, inputs: Inputs
 ) -> gradients.Kept | channel_backward.Kept:
+    """What is kept beside the outputs is the fitted call's."""
+    if (fitted := fits.fitted(spec)) != spec:
+        found = forward_for_own_backward(fitted, config, fits.fitted_inputs(spec, inputs))
+        return found._replace(**fits.users_outputs(spec, found.plain())._asdict())
     if spec.decay == "channel":
         return channel_backward.keep(spec, config, inputs)
     return gradients.keep(spec, config, inputs)
@@ -80,6 +84,12 @@ def forward_for_own_backward(
 def backward(
     spec: DeltaRuleSpec, config: Config, residuals: Residuals, cotangents: Outputs
 ) -> Inputs:
+    if (fitted := fits.fitted(spec)) != spec:
+
+        def run(inputs: Inputs, cotangents: Outputs) -> Inputs:
+            return backward(fitted, config, Residuals(inputs, residuals.outputs), cotangents)
+
+        return fits.gradients(spec, run, residuals.inputs, cotangents)
     if spec.decay == "channel":
         return channel_backward.backward(spec, config, residuals, cotangents)
     return gradients.backward(spec, config, residuals, cotangents)
