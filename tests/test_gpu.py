@@ -2268,10 +2268,12 @@ def test_without_a_name_the_fastest_is_chosen(
         # A last chunk that is filled in part, of whole tiles.
         (1000, 128, 128, 4, "step", 0.01, "bhtd", False),
         (2048, 128, 128, 128, "step", 0.01, "bthd", False),  # two slices of v in a block
+        (LONG, 64, 64, 2, "step", 0.1, "bthd", True),
         # Marked, since "channel" alone names linear attention's gates to the receipt.
         pytest.param(1037, 128, 128, 4, "channel", 50.0, "bthd", True, marks=of_mosaic_delta_rule),
         pytest.param(4096, 64, 192, 4, "channel", 0.01, "bhtd", False, marks=of_mosaic_delta_rule),
         pytest.param(2048, 128, 128, 64, "channel", 1.0, "bthd", False, marks=of_mosaic_delta_rule),
+        pytest.param(LONG, 64, 64, 2, "channel", 0.1, "bthd", True, marks=of_mosaic_delta_rule),
     ],
 )
 def test_the_delta_rule_by_mosaic_gpu(
@@ -2325,7 +2327,7 @@ def test_the_delta_rule_by_mosaic_gpu(
         (2000, 64, 64, "per channel", 9, True),
         (4096, 128, 128, "per channel", 1000, False),
         (1100, 96, 80, "step", 200, True),
-        (65536, 64, 64, "step", 3000, False),
+        (LONG, 64, 64, "step", 3000, False),
     ],
 )
 def test_segments_and_lengths_of_the_delta_rule_by_mosaic_gpu(

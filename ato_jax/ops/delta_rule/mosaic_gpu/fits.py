@@ -53,7 +53,7 @@ def fitted_inputs(spec: DeltaRuleSpec, inputs: Inputs) -> Inputs:
             decay = jnp.zeros(beta.shape, F32)
         decay = where(jnp.logical_not(starts), decay, LEAST_DECAY)
     q, k = (pad_columns(array, up_to_half(spec.D)) for array in (q, k))
-    if spec.decay == "channel":
+    if decay is not None and spec.decay == "channel":
         decay = pad_columns(decay, up_to_half(spec.D))
     if state is not None:
         state = pad_state(spec, state)
