@@ -66,6 +66,26 @@ def test_blocks_of_wide_heads() -> None:
 
 
 @newest
+@pytest.mark.parametrize(
+    "D, V, options",
+    [(48, 48, {}), (160, 32, {"causal": True}), (144, 32, {})],
+)
+def test_dv_is_added_up_before_it_is_rounded(
+    D: int, V: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA adds up dv over two walks, over two blocks of features, and over both. The features have
+    either sign, so that their own roundings do not average out."""
+    monkeypatch.setattr(by_channel, "turns_of", never_steep)
+    q, k, v = (
+        channel.draw(1, 128, 1, columns, dtype="bfloat16", seed=seed)
+        for seed, columns in enumerate((D, D, V), start=10)
+    )
+    decay = channel.draw_gates("mild", 1, 128, 1, D)
+    wanted = numerics.oracle(OP, q, k, v, decay=decay, feature_map="identity", **options)
+    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+
+
+@newest
 def test_under_vmap() -> None:
     """Each entry of the larger batch becomes two, side by side."""
     arrays = (*draw(2, 72, 1, 1, D=64), channel.draw_gates("mild", 2, 72, 1, 64))

@@ -144,17 +144,17 @@ def gradients(
     of_keys, dv, crossing = channel_key_gradient(
         spec, deal, q, k, v, g, inverse, e, r, u, factors.of_queries, kv, k_sum, borders
     )
-    dk_dtype = None
+    dtype = v.dtype
     if isinstance(spec, channel_blocks.Cut):
-        # Where rows see both sides, dk stays in float32 until XLA has added the two walks.
-        dk_dtype = jnp.float32 if spec.both_ways else None
+        # Where rows see both sides, dk and dv stay in float32 until XLA has added the two walks.
+        dtype = jnp.dtype(jnp.float32) if spec.both_ways else dtype
         dq, of_queries, of_keys = (
             channel_blocks.summed(spec, x, 3, x.dtype) for x in (dq, of_queries, of_keys)
         )
-        dv = channel_blocks.summed(spec, dv, 2, dv.dtype)
+        dv = channel_blocks.summed(spec, dv, 2, dtype)
         crossing = channel_blocks.summed(spec, jnp.swapaxes(crossing, 1, 2), 3, crossing.dtype)
         crossing = jnp.swapaxes(crossing, 1, 2)
         spec = dataclasses.replace(spec, H=dq.shape[2])
     arrays = inputs.k, of_queries, of_keys, crossing, runs
-    dk, d_decay = of_flows(spec, *arrays, dtype=dk_dtype)
+    dk, d_decay = of_flows(spec, *arrays, dtype=dtype)
     return Inputs(dq, dk, dv, decay=d_decay, initial_state=d_state)

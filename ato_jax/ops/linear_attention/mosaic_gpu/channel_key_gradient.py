@@ -19,6 +19,10 @@ In E, S and z are those ahead of the run, with the rounding that its queries rea
 include the queries of the run's first chunk. The flow and E are written in float32. Two heads of 64
 columns in a tile have separate products, and their states [64, 64] lie one below the other.
 
+Where XLA adds up dv over two walks or over blocks of features (`channel_blocks.adds_up`), dv is
+written in float32, so that only the sum is rounded. Shared memory has room for half of its columns,
+which are stored one half after the other.
+
 Where segments begin in a chunk (`chunk_borders.py`), masks apply to a and b, to what keys read of R
 and u, and to the queries that are added to these. Shared memory has no room for a masked g, so the
 role state masks q' in registers.
@@ -110,6 +114,7 @@ def channel_key_gradient(
     heads = frame.heads_of_tile(spec)
     dv_registers, dk_registers, state_registers = OWN_REGISTERS[heads]
     normalized, has_borders = k_sum is not None, borders.chunks is not None
+    adds_up = channel_blocks.adds_up(spec)
     scratch = dict(
         q_s=tiling.tiles(STAGES),
         g_s=tiling.tiles(STAGES),
@@ -117,7 +122,7 @@ def channel_key_gradient(
         v_s=tiling.tiles(K_STAGES),
         r_s=tiling.shared(F, spec.V),
         kv_s=tiling.shared(HALF, HALF),
-        dv_s=tiling.tiles(1),
+        dv_s=tiling.of_rows_in_float32(C, HALF) if adds_up else tiling.tiles(1),
         flow_s=tiling.of_rows_in_float32(2, C, HALF),
         minus_e_s=tiling.shared(heads * ALIKE, C),
         inverse_s=plgpu.SMEM((STAGES, heads * C), F32),
@@ -372,11 +377,22 @@ def channel_key_gradient(
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            rows = item.rows_from_the_end(chunk)
+            if adds_up:
+                leave_halves(item, rows, *found)
+                return
             for own, dv in zip(in_heads(dv_s, 0), found, strict=True):
                 own[...] = dv.astype(BF16)
             plgpu.commit_smem()
-            rows = item.rows_from_the_end(chunk)
             tiling.leave_tile(dv_s, 0, dv_ref, item, rows, item.head)
+
+        def leave_halves(item: Item, rows: Any, dv: jax.Array) -> None:
+            for half in range(pl.cdiv(v.shape[3], HALF)):
+                if half:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                dv_s[...] = dv[:, half * HALF : (half + 1) * HALF]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(dv_s, tiling.part(dv_ref, item, rows, item.head, half))
 
         def keys_chunk(item: Item, chunk: Any) -> None:
             slot, k_slot = slot_of(chunk, STAGES), slot_of(chunk, K_STAGES)
@@ -447,7 +463,7 @@ def channel_key_gradient(
 
     out_type = (
         jax.ShapeDtypeStruct(channel_blocks.shape_of_heads(spec, k), F32),
-        jax.ShapeDtypeStruct(channel_blocks.shape_of_heads(spec, v), BF16),
+        jax.ShapeDtypeStruct(channel_blocks.shape_of_heads(spec, v), F32 if adds_up else BF16),
         jax.ShapeDtypeStruct((spec.B, spec.H, pl.cdiv(spec.T, channel.RUN), spec.D), F32),
     )
     arrays: Any = q, k, v, g, inverse, e, r, u, onto, kv, *borders.arrays("ends", "chunks")
