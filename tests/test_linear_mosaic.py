@@ -52,13 +52,15 @@ PLAIN = {"normalize": False}
 SMALL = {"pieces": 2, "blocks": 3}
 
 
-def against_the_reference(forward: str, backward: str, wanted: numerics.Oracle) -> None:
+def against_the_reference(
+    forward: str, backward: str, wanted: numerics.Oracle
+) -> dict[str, numerics.Measure]:
     """One backend's forward, and one's backward."""
     names = {"forward_config": forward, "backward_config": backward}
     configs = {field: SMALL for field, name in names.items() if name == "mosaic_gpu"}
     with ato_jax.interpret():
         found = numerics.run_backends(forward, backward, wanted, device=channel.GPU, **configs)
-    numerics.compare(found, wanted)
+    return numerics.compare(found, wanted)
 
 
 @newest

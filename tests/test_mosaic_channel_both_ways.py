@@ -70,11 +70,12 @@ def test_blocks_of_wide_heads() -> None:
     "D, V, options",
     [(48, 48, {}), (160, 32, {"causal": True}), (144, 32, {})],
 )
-def test_dv_is_added_up_before_it_is_rounded(
+def test_dv_is_rounded_once(
     D: int, V: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """XLA adds up dv over two walks, over two blocks of features, and over both. The features have
-    either sign, so that their own roundings do not average out."""
+    """XLA adds up dv over two walks, over two blocks of features, and over both, and the scale is
+    no power of two. Features have either sign, so that roundings do not average out. If shares of
+    dv are rounded, or if q' is rounded with its scale, dv is beyond nine tenths of its budget."""
     monkeypatch.setattr(by_channel, "turns_of", never_steep)
     q, k, v = (
         channel.draw(1, 128, 1, columns, dtype="bfloat16", seed=seed)
@@ -82,7 +83,8 @@ def test_dv_is_added_up_before_it_is_rounded(
     )
     decay = channel.draw_gates("mild", 1, 128, 1, D)
     wanted = numerics.oracle(OP, q, k, v, decay=decay, feature_map="identity", **options)
-    against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)
+    dv = against_the_reference("mosaic_gpu", "mosaic_gpu", wanted)["dv"]
+    assert dv.error < 0.9 * numerics.budget("dv", "bfloat16"), str(dv)
 
 
 @newest
@@ -133,7 +135,7 @@ def test_groups_that_triton_takes_are_not_written_out() -> None:
 
 
 def test_gradients_of_either_sign_without_a_normaliser_are_the_next_backends() -> None:
-    """Each walk rounds its share of dv."""
+    """No card has measured dv of these calls since its shares are added up in float32."""
     q = jnp.ones((1, 72, 2, 128), jnp.bfloat16)
     for name, is_chosen in (("identity", False), ("elu1", True)):
         options: Any = {"decay": jnp.zeros(q.shape), "normalize": False, "feature_map": name}

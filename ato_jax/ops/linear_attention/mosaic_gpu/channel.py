@@ -68,6 +68,19 @@ def run_of(item: mosaic.Item, chunk: Any) -> Any:
     return lax.div(item.first_row, RUN) + lax.div(chunk, CHUNKS)
 
 
+def parts_of_scale(spec: LinearAttentionSpec) -> tuple[float, float]:
+    """The scale as a power of two times the rest, which is at least 1. Without a normaliser q' is
+    q^ times the power in the gradients, which does not round it again, and their float32 results
+    are multiplied by the rest. With a normaliser the scale is 1. Gradients need a positive one."""
+    power = 2.0 ** (math.frexp(spec.scale)[1] - 1)
+    return power, spec.scale / power
+
+
+def times_rest(x: Any, rest: float) -> Any:
+    """x times the rest of the scale, which is often 1, as at 16, 64 and 256 columns."""
+    return x if rest == 1.0 else x * rest
+
+
 class Turn(NamedTuple):
     """Rows of a chunk that are processed at once: `rows` of them from `first` on. The first half
     ends with row `middle`."""

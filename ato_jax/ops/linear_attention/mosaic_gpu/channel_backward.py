@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from ato_jax import mosaic
 from ato_jax.ops.linear_attention.alignment import runs_of_keys
-from ato_jax.ops.linear_attention.mosaic_gpu import channel_blocks, frame
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient import channel_key_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import channel_query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import channel_query_sums
@@ -101,10 +101,12 @@ def gradients(
       weights: inverse and e of each row, where the kernel cannot compute them itself.
     """
     q, k, v, g = features.q, features.k, inputs.v, cotangents.out
-    # R and u start from the cotangent of the state that is returned.
+    # R and u start from the cotangent of the state that is returned, without the rest of the scale.
+    _, scale_rest = channel.parts_of_scale(spec)
     end = None
     if spec.return_state:
-        end = jnp.swapaxes(cotangents.state.kv, 2, 3), cotangents.state.k_sum
+        of_state = [channel.times_rest(x, 1 / scale_rest) for x in cotangents.state]
+        end = jnp.swapaxes(of_state[0], 2, 3), of_state[1]
     factors = _factors(spec, deal, features.halves)
     runs = runs_of_keys(spec, inputs)
     borders = of_sequence(spec, deal, runs)
@@ -138,7 +140,8 @@ def gradients(
     r, u = join_pieces((r, u), end, keeps[:, :, first:], reverse=True)
     d_state = None
     if spec.initial_state:
-        d_state = LinearState(jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0])
+        first_sums = jnp.swapaxes(r[:, :, 0], 2, 3), u[:, :, 0]
+        d_state = LinearState(*(channel.times_rest(x, scale_rest) for x in first_sums))
         r, u = r[:, :, 1:], u[:, :, 1:]
     r = jnp.swapaxes(r.astype(jnp.bfloat16), 3, 4)
     of_keys, dv, crossing = channel_key_gradient(

@@ -15,6 +15,9 @@ the middle row of the chunk:
     flow_j = k~_j dk~_j
     E = sum_v S R + z u        [F]        for each run
 
+Without a normaliser inverse is a power of two, and dv, the flow and E are multiplied by the rest of
+the scale (`channel.parts_of_scale`). R and u are the gradients of S and z without that factor.
+
 In E, S and z are those ahead of the run, with the rounding that its queries read, and R and u
 include the queries of the run's first chunk. The flow and E are written in float32. Two heads of 64
 columns in a tile have separate products, and their states [64, 64] lie one below the other.
@@ -115,6 +118,7 @@ def channel_key_gradient(
     dv_registers, dk_registers, state_registers = OWN_REGISTERS[heads]
     normalized, has_borders = k_sum is not None, borders.chunks is not None
     adds_up = channel_blocks.adds_up(spec)
+    _, scale_rest = channel.parts_of_scale(spec)
     scratch = dict(
         q_s=tiling.tiles(STAGES),
         g_s=tiling.tiles(STAGES),
@@ -345,7 +349,8 @@ def channel_key_gradient(
                 plgpu.commit_smem()  # reads finish before the next load overwrites them
                 plgpu.barrier_arrive(kv_free)
             for half in range(2):
-                crossing_s.at[pl.ds(half * HALF, HALF)][...] = found[half]
+                own = channel.times_rest(found[half], scale_rest)
+                crossing_s.at[pl.ds(half * HALF, HALF)][...] = own
             plgpu.commit_smem()
             run = run_of(item, chunk)
             for head, own in zip(heads_of(item), tiling.by_heads(crossing_s), strict=True):
@@ -377,16 +382,18 @@ def channel_key_gradient(
             plgpu.barrier_arrive(r_free)
             plgpu.barrier_arrive(free.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            rows = item.rows_from_the_end(chunk)
+            found = tuple(channel.times_rest(dv, scale_rest) for dv in found)
             if adds_up:
-                leave_halves(item, rows, *found)
+                leave_halves(item, chunk, *found)
                 return
             for own, dv in zip(in_heads(dv_s, 0), found, strict=True):
                 own[...] = dv.astype(BF16)
             plgpu.commit_smem()
+            rows = item.rows_from_the_end(chunk)
             tiling.leave_tile(dv_s, 0, dv_ref, item, rows, item.head)
 
-        def leave_halves(item: Item, rows: Any, dv: jax.Array) -> None:
+        def leave_halves(item: Item, chunk: Any, dv: jax.Array) -> None:
+            rows = item.rows_from_the_end(chunk)
             for half in range(pl.cdiv(v.shape[3], HALF)):
                 if half:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -423,6 +430,7 @@ def channel_key_gradient(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for half in range(2):
                 features = load(tiling.half_of(k_s, k_slot, half)).astype(F32)
+                features = channel.times_rest(features, scale_rest)
                 first = half * HALF % spec.D
                 flow_s.at[half][...] = features * dk[half % heads][:, first : first + HALF]
             plgpu.commit_smem()

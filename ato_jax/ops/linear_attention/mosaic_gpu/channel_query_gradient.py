@@ -15,8 +15,8 @@ z_i = z + sum_{j<=i} k~_j:
 The gradient of the gates is, for each pair, a difference between the results of this walk and of
 `channel_key_gradient.py`. So w is multiplied in two parts (rounded, and what rounding left off),
 and q' is rounded as it is there. The kernel writes the flow, inverse and e in float32, and S and z
-ahead of each run with the rounding that the products have. Without a normaliser inverse is the
-scale, and e is 0.
+ahead of each run with the rounding that the products have. Without a normaliser e is 0, inverse is
+the power of two in the scale, and D_i is multiplied by the rest (`channel.parts_of_scale`).
 
 Where segments begin in a chunk (`chunk_borders.py`), masks apply to w and to what is read of S and
 z, and then to the features that are added to S and z: products that run one after the other.
@@ -161,6 +161,7 @@ def channel_query_gradient(
     tiling = frame.tiling(spec)
     heads = frame.heads_of_tile(spec)
     is_given, has_borders = weights is not None, borders.chunks is not None
+    power, scale_rest = channel.parts_of_scale(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
     scratch = dict(
         g_s=tiling.tiles(STAGES),
@@ -340,7 +341,7 @@ def channel_query_gradient(
                 plgpu.barrier_arrive(k_free.at[k_slot])
                 plgpu.barrier_wait(q_loaded.at[q_slot])
                 read = load(q_s.at[q_slot, half]).astype(F32)
-                inverse: Any = spec.scale
+                inverse: Any = power
                 of_row: Any = None
                 e: Any = None
                 own_parts: Any = ()
@@ -368,6 +369,8 @@ def channel_query_gradient(
                 if spec.normalize:
                     D = D - mosaic.in_columns(e, HALF) * z
                     inverse = mosaic.in_columns(of_row, HALF)
+                else:
+                    D = channel.times_rest(D, scale_rest)
                 read = read * inverse
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 pl.when(chunk > 0)(lambda: give_back(chunk - 1))
@@ -443,6 +446,6 @@ def channel_query_gradient(
     if weights is not None:
         of_rows = *weights, *of_rows
     elif not spec.normalize:
-        of_rows = jnp.full(rows.shape, spec.scale, F32), jnp.zeros(rows.shape, F32), None
+        of_rows = jnp.full(rows.shape, power, F32), jnp.zeros(rows.shape, F32), None
     inverse, e, k_sum = of_rows
     return dq, flow, inverse, e, kv, k_sum
