@@ -1586,6 +1586,35 @@ def test_channel_gates_that_xla_alone_took(
     check("linear_attention", *qkv, **options)
 
 
+@pytest.mark.kernels("mosaic_channel_gates")
+@pytest.mark.parametrize(
+    ("B", "T", "D", "causal"),
+    [
+        (8, 2048, 48, False),
+        (8, 2048, 80, False),
+        (2, 5000, 192, True),
+        (2, 5000, 192, False),
+        (2, 9000, 128, True),
+    ],
+)
+@pytest.mark.usefixtures("linear_time_oracle")
+def test_dv_beside_channel_gates_of_mosaic_gpu_is_rounded_once(
+    B: int, T: int, D: int, causal: bool
+) -> None:
+    """Features of either sign without a normaliser, whose roundings do not average out. If shares
+    of dv are rounded, those of two walks or of two blocks of features, or if q' is rounded with
+    its scale, dv is beyond nine tenths of its budget."""
+    needs_hopper()
+    qkv = arrays("bfloat16", B=B, T=T, H=4, G=4, D=D)
+    gates = -np.abs(np.random.default_rng(4).standard_normal(qkv[1].shape, np.float32)) / 10
+    options = {"feature_map": "identity", "causal": causal, "decay": jnp.asarray(gates)}
+    wanted = numerics.oracle("linear_attention", *qkv, **options)
+    cotangents = wanted.cotangents
+    found = numerics.run("linear_attention", "mosaic_gpu", *qkv, cotangents=cotangents, **options)
+    dv = numerics.compare(found, wanted)["dv"]
+    assert dv.error < 0.9 * numerics.budget("dv", "bfloat16"), str(dv)
+
+
 @pytest.mark.kernels("mosaic_channel_gates", "channel_gates")
 @pytest.mark.parametrize(
     ("B", "T", "D", "layout", "strength", "options"),
