@@ -174,6 +174,25 @@ def test_calls_made_to_fit(sizes: Any, options: Any) -> None:
     compare(arrays, {}, **given)
 
 
+@newest
+@pytest.mark.parametrize("channel", [False, True])
+def test_calls_made_to_fit_without_promotion_of_ranks(channel: bool) -> None:
+    """JAX traces the forward pass that keeps arrays for the backward one with the caller's setting,
+    which forbids it."""
+    (q, k, v), options = draw(T=75, D=40, V=72, H=2, channel=channel)
+    options |= dict(lengths=jnp.array([37]), segment_ids=jnp.asarray(runs(75, 30)))
+
+    def call(v: jax.Array) -> jax.Array:
+        return ato_jax.gated_delta_rule(q, k, v, implementation="mosaic_gpu", **options)
+
+    def both(v: jax.Array) -> Any:
+        out, pull = jax.vjp(call, v)
+        return pull(out)
+
+    with ato_jax.interpret(), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(both, v)
+
+
 BETAS = np.arange(9).reshape(1, 9, 1) % 3
 SMALL = -np.random.default_rng(1).uniform(0, 0.1, (1, 128, 4))
 # The decay of which 32 steps lose as much as one level of pairs may have.

@@ -43,7 +43,7 @@ def up_to_half(columns: int) -> int:
 def fitted_inputs(spec: DeltaRuleSpec, inputs: Inputs) -> Inputs:
     q, k, v, beta, decay, state = inputs[:6]
     if inputs.lengths is not None:
-        real = _of_rows(spec, jnp.arange(spec.T, dtype=jnp.int32) < inputs.lengths[:, None])
+        real = _within(spec, inputs.lengths)
         q, k, v, beta = (where(real, array, 0.0) for array in (q, k, v, beta))
         decay = None if decay is None else where(real, decay, 0.0)
     if inputs.segments is not None:
@@ -58,6 +58,11 @@ def fitted_inputs(spec: DeltaRuleSpec, inputs: Inputs) -> Inputs:
     if state is not None:
         state = pad_state(spec, state)
     return Inputs(q, k, pad_columns(v, up_to_half(spec.V)), beta, decay, state)
+
+
+def _within(spec: DeltaRuleSpec, lengths: jax.Array) -> jax.Array:
+    """Which steps are no padding, as an array of the layout's [B, T, 1]."""
+    return _of_rows(spec, jnp.arange(spec.T, dtype=jnp.int32)[None] < lengths[:, None])
 
 
 def _of_rows(spec: DeltaRuleSpec, of_steps: jax.Array) -> jax.Array:
@@ -105,8 +110,7 @@ def gradients(
     _, pull, given = jax.vjp(fit, Inputs(*inputs[:6]), has_aux=True)
     dout, dstate = cotangents
     if inputs.lengths is not None:  # nothing depends on what is given there
-        real = jnp.arange(spec.T, dtype=jnp.int32) < inputs.lengths[:, None]
-        dout = where(_of_rows(spec, real), dout, 0.0)
+        dout = where(_within(spec, inputs.lengths), dout, 0.0)
     of_fitted = Outputs(pad_columns(dout, up_to_half(spec.V)), pad_state(spec, dstate))
     result: Inputs = pull(run(given, of_fitted))[0]
     return result
