@@ -7,7 +7,9 @@ and gradients back.
                 as it is
     columns     zeros up to a multiple of 64
 
-XLA writes the arrays anew that change: the decays for segments, all of them for the others.
+XLA writes the arrays anew that change: the decays for segments; q, k, v, beta and the decays for
+lengths; q, k, v and out, the state and decays per channel for columns. With gradients it writes
+those of the same arrays, too.
 """
 
 from __future__ import annotations
