@@ -82,6 +82,7 @@ def _kernels(call: Call, inputs: InputsT) -> Any:
     return _forward(call, inputs)
 
 
+@programs.promoting_ranks
 def _kernels_forward(call: Call, primals: Any) -> tuple[Any, Any]:
     inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     if _is_plain(dataclasses.replace(call, training=True)):
@@ -105,6 +106,7 @@ def _followed(call: Call) -> Call:
     return dataclasses.replace(call, spec=call.spec.for_backward(), backward_follows=True)
 
 
+@programs.promoting_ranks
 def _kernels_transposed(call: Call, residuals: Any, cotangents: OutputsT) -> tuple[InputsT]:
     if isinstance(residuals, jax.tree_util.Partial):
         return (residuals(jax.tree.map(_instantiated, cotangents)),)
@@ -179,12 +181,14 @@ def backward_by(
     return backend.backward_with_fallback(spec, choice.config, residuals, cotangents, fallback)
 
 
+@programs.promoting_ranks
 def _twice_forward(
     call: Call, residuals: Residuals[InputsT, OutputsT], cotangents: OutputsT
 ) -> tuple[InputsT, tuple[InputsT, OutputsT]]:
     return _kernels_backward(call, residuals, cotangents), (residuals.inputs, cotangents)
 
 
+@programs.promoting_ranks
 def _twice_backward(
     call: Call, saved: tuple[InputsT, OutputsT], second_cotangents: InputsT
 ) -> tuple[Any, OutputsT]:

@@ -220,13 +220,14 @@ class _Jitted(Program):
 
 
 def promoting_ranks(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The function without the caller's `jax_numpy_rank_promotion="raise"`, which is for the
-    caller's own code. Everything that goes through `jit` is traced so.
+    """The function without the caller's `jax_numpy_rank_promotion="raise"`, nor the caller's
+    `jax_numpy_dtype_promotion="strict"`, which are for the caller's own code. Everything that goes
+    through `jit` is traced so.
     """
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-        with jax.numpy_rank_promotion("allow"):
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return function(*args, **options)
 
     return call

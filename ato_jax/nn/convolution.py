@@ -64,7 +64,7 @@ def convolve(
     reach, T = kernel.shape[0] - 1, x.shape[1]
     extended = jnp.concatenate([before, x], axis=1).astype(jnp.float32)
     kernel = kernel.astype(jnp.float32)
-    found, same = kernel[reach, None, None] * x, jnp.ones((1, 1), bool)
+    found, same = kernel[reach, None, None] * extended[:, reach:], jnp.ones((1, 1), bool)
     for first in reversed(range(reach)):
         tap = lax.slice_in_dim(extended, first, first + T, axis=1)
         if ids is not None:

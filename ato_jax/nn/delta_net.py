@@ -32,7 +32,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from ato_jax import shapes
+from ato_jax import programs, shapes
 from ato_jax.nn.arguments import (
     Mask,
     Sharding,
@@ -272,7 +272,7 @@ class DeltaNet(nnx.Module):
             inputs = blank_steps(inputs, visible)
         with caches_restored(self):
             out = self._attend(inputs, tuple(batch), visible, ids, decode)  # [B, T, H, V]
-            out = self._gated(self.norm(out), inputs)
+            out = self._gated(programs.promoting_ranks(self.norm)(out), inputs)
             if visible is not None:
                 out = blank_steps(out, visible)
             return self.out(out.reshape(*batch, *out.shape[1:]), out_sharding=out_sharding)

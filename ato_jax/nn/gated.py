@@ -26,7 +26,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Initializer
 
-from ato_jax import shapes
+from ato_jax import programs, shapes
 from ato_jax.nn.arguments import refuse_no_initialiser
 from ato_jax.nn.call import Call
 from ato_jax.nn.linear_attention import LinearAttention
@@ -204,7 +204,7 @@ class GatedLinearAttention(LinearAttention):
         return jax.nn.log_sigmoid(logits.astype(jnp.float32)) / self.temperature
 
     def _finish(self, out: jax.Array, call: Call) -> jax.Array:
-        out = self.norm(out)
+        out = programs.promoting_ranks(self.norm)(out)
         if self.output_gate is None:
             return out
         return out * jax.nn.silu(self.output_gate(call.inputs_q))

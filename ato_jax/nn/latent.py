@@ -36,7 +36,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from ato_jax import shapes
+from ato_jax import programs, shapes
 from ato_jax.nn.arguments import (
     Mask,
     Sharding,
@@ -310,10 +310,11 @@ class LatentAttention(nnx.Module):
                 )
             positions = one_batch_axis(input_positions, 1)
 
-        latent = self.kv_norm(self.kv_down(inputs))  # [B, T, C]
+        latent = programs.promoting_ranks(self.kv_norm)(self.kv_down(inputs))  # [B, T, C]
         rope_key = self.rope_key(inputs)  # [B, T, R]
         if self.query_down is not None and self.query_norm is not None:
-            query = self.query(self.query_norm(self.query_down(inputs)))
+            query_norm = programs.promoting_ranks(self.query_norm)
+            query = self.query(query_norm(self.query_down(inputs)))
         else:
             query = self.query(inputs)  # [B, T, H, N + R]
         query, latent, rope_key = promote_dtype((query, latent, rope_key), dtype=self.dtype)

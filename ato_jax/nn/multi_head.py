@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from ato_jax import shapes
+from ato_jax import programs, shapes
 from ato_jax.nn.arguments import (
     Mask,
     Sharding,
@@ -240,7 +240,8 @@ class MultiHead(nnx.MultiHeadAttention):
         key = self.key(inputs_k, out_sharding=qkv_sharding)
         value = self.value(inputs_v, out_sharding=qkv_sharding)
         if self.query_ln is not None and self.key_ln is not None:
-            query, key = self.query_ln(query), self.key_ln(key)
+            query = programs.promoting_ranks(self.query_ln)(query)
+            key = programs.promoting_ranks(self.key_ln)(key)
         query, key, value = promote_dtype((query, key, value), dtype=self.dtype)
         query, key, value = (one_batch_axis(array, 3) for array in (query, key, value))
         if self.rope_theta is None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ato_jax import shapes
+from ato_jax import programs, shapes
 from ato_jax.parallel.devices import Devices, comparable
 
 
@@ -52,6 +52,7 @@ def positions_over_devices(segment_ids: jax.Array, devices: Devices) -> jax.Arra
 
 
 @functools.partial(jax.jit, static_argnames="theta", inline=True)  # one program, not a dozen
+@programs.promoting_ranks
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     """x [B, T, H, D], its pairs turned by the positions [B|1, T].
 

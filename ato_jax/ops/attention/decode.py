@@ -465,6 +465,7 @@ def _by_kernel(
 
 
 @_by_kernel.defjvp
+@programs.promoting_ranks
 def _by_kernel_jvp(
     spec: AttentionSpec,
     here: Device,

@@ -264,6 +264,7 @@ def _kernel(
 
 
 @_kernel.defjvp
+@programs.promoting_ranks
 def _kernel_jvp(
     spec: StepSpec,
     here: Device,
