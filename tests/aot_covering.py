@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests import aot_mosaic
@@ -18,7 +19,7 @@ from tests.aot_mosaic import IN_THIS_PROCESS, Compiled
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows of the array in `covering.SPACES`."""
+    """Rows of a space, by its name."""
 
     name: str
     numbers: list[int]
@@ -30,30 +31,45 @@ def compile_rows(rows: Rows) -> list[Compiled]:
 
 
 def main(rows: Rows) -> None:
+    from tests import covering
+
+    compile_each(covering.SPACES[rows.name], rows.numbers, covering.program)
+
+
+def compile_each(space: Any, numbers: list[int], program: Callable[..., Any]) -> None:
+    """Compiles rows of a space. `program` makes a row's function and its traced arrays."""
     import jax
 
     from tests import covering
 
-    space = covering.SPACES[rows.name]
     sharding = aot_mosaic.sharding_on_hopper()
 
     def described(array: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
-    for number in rows.numbers:
+    for number in numbers:
         row = covering.rows(space)[number]
         print(f"row {number} ({covering.label(row)})", flush=True)
         with covering.as_on_a_card(row):
-            function, traced = covering.program(space, row)
+            function, traced = program(space, row)
             aot_mosaic.compiled_on_hopper(function, sharding, [jax.tree.map(described, traced)])
 
 
-def run(first: str, *rest: str) -> None:
+def command(
+    arguments: Sequence[str],
+    main: Callable[[Rows], None],
+    compile_rows: Callable[[Rows], list[Compiled]],
+) -> None:
     """From a name and numbers, or as `aot_mosaic.command`."""
+    first, *rest = arguments
     if first != IN_THIS_PROCESS:
         rows = Rows(first, list(map(int, rest)))
-        first, rest = json.dumps(dataclasses.asdict(rows)), ()
+        first, rest = json.dumps(dataclasses.asdict(rows)), []
     aot_mosaic.command([first, *rest], Rows, main, compile_rows)
+
+
+def run(*arguments: str) -> None:
+    command(arguments, main, compile_rows)
 
 
 if __name__ == "__main__":

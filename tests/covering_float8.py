@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -24,13 +23,24 @@ import jax.numpy as jnp
 import numpy as np
 
 import ato_jax
-from tests import aot, aot_mosaic, covering, numerics
-from tests.aot_mosaic import IN_THIS_PROCESS, Compiled
+from tests import aot, aot_covering, aot_mosaic, covering, numerics
+from tests.aot_covering import Rows
+from tests.aot_mosaic import Compiled
 from tests.calls import Call
-from tests.covering import HEADS, LAYOUTS, NORMALIZER_RULE, SEGMENTS_RULE, Row, Rule, Space
+from tests.covering import (
+    HEADS,
+    LAYOUTS,
+    MOSAIC_ATTENTION_LENGTHS,
+    MOSAIC_GRADIENTS,
+    NORMALIZER_RULE,
+    Row,
+    Rule,
+    Space,
+)
 
 BACKEND, READER = "mosaic_gpu", "mosaic_gpu.float8"
-# Relative RMS errors of outputs and states. Softmax attention rounds its weights to 8 bits, too.
+# Relative RMS errors of outputs and states, as in benchmarks/float8.py. Softmax attention rounds
+# its weights to 8 bits as well.
 LIMITS = {"attention": 3e-2, "linear_attention": 5e-3}
 # Natural logarithms: tensor cores keep about 13 bits of a sum of products of 8 bits.
 LSE_LIMIT = 1e-3
@@ -40,32 +50,11 @@ WIDENED_LSE = 5e-2
 SCALES = {"powers of two": (1.0, 1.0, 1.0), "any": (1.1, 0.9, 1.7)}
 OUT_DTYPES = (None, "float16")
 
-# B, T, S
+# Those of wide arrays, with whole blocks and with tails.
 ATTENTION_LENGTHS = {
-    "T = S, whole blocks": (2, 256, 256),
-    "T < S": (2, 72, 640),
-    "T > S": (2, 640, 128),
-    "odd": (2, 203, 300),
-    "T = 1": (2, 1, 640),
-    "long": (1, 1088, 1088),
+    name: MOSAIC_ATTENTION_LENGTHS[name]
+    for name in ("T = S, whole blocks", "T < S", "T > S", "odd", "T = 1", "long")
 }
-
-
-def _needs_a_square(segments: str, lengths: str) -> bool:
-    return segments == "self" and lengths not in ("T = S, whole blocks", "long")
-
-
-def _has_tails(lengths: str) -> bool:
-    return any(size % 8 for size in ATTENTION_LENGTHS[lengths][1:])
-
-
-def _tails_of_pairs(lengths: str, bias: str, mask: str) -> bool:
-    """Whether an array has an element for each query and key, and these leave a block unfilled."""
-    _, T, S = ATTENTION_LENGTHS[lengths]
-    of_pairs = [("T" in axes or T == 1) and "S" in axes for axes in (bias, mask)]
-    return bool(T % 8 or S % 64) and any(of_pairs)
-
-
 ATTENTION = Space(
     "attention",
     {
@@ -89,15 +78,7 @@ ATTENTION = Space(
         "batched": (True, False),
         "x64": (False, True),
     },
-    rules=(
-        dataclasses.replace(SEGMENTS_RULE, forbids=_needs_a_square),
-        Rule(
-            ("lengths", "widths"),
-            lambda lengths, widths: _has_tails(lengths) and widths[0] % 64 != 0,
-            "needs T and S to be multiples of 8",
-        ),
-        Rule(("lengths", "bias", "mask"), _tails_of_pairs, "over pairs, got"),
-    ),
+    rules=MOSAIC_GRADIENTS.rules,  # those of wide arrays with positive scales
     backend=BACKEND,
 )
 
@@ -276,61 +257,42 @@ def compare(
     op: str, found: dict[str, Any], exact: dict[str, Any], lse_limit: float = LSE_LIMIT
 ) -> None:
     for name, array in found.items():
-        actual, wanted = np.asarray(array, np.float64), np.asarray(exact[name], np.float64)
-        if name == "lse":
-            same = actual == wanted  # -inf where nothing is seen
-            error = np.abs(np.where(same, 0, actual) - np.where(same, 0, wanted)).max(initial=0)
-            limit = lse_limit
-        else:
-            error = np.linalg.norm(actual - wanted) / max(np.linalg.norm(wanted), 1e-30)
-            limit = LIMITS[op]
+        error = error_of(name, array, exact[name])
+        limit = lse_limit if name == "lse" else LIMITS[op]
         assert error < limit, f"{name}: {error:.1e} of {limit:.0e}"
+
+
+def error_of(name: str, array: Any, exact: Any) -> float:
+    """The largest error of lse, and the relative RMS error of everything else."""
+    actual, wanted = np.asarray(array, np.float64), np.asarray(exact, np.float64)
+    if name == "lse":
+        same = actual == wanted  # -inf where nothing is seen
+        difference = np.abs(np.where(same, 0, actual) - np.where(same, 0, wanted))
+        return float(difference.max(initial=0))
+    return float(np.linalg.norm(actual - wanted) / max(np.linalg.norm(wanted), 1e-30))
 
 
 # -- compiled without a card ---------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Rows of the array of `SPACES[op]`."""
-
-    op: str
-    numbers: list[int]
-
-
 def compile_rows(rows: Rows) -> list[Compiled]:
-    """Their kernels."""
+    """The kernels of rows of `SPACES[rows.name]`."""
     return aot_mosaic.compiled_kernels(aot_mosaic.printed_by("tests.covering_float8", rows))
 
 
 def main(rows: Rows) -> None:
-    space = SPACES[rows.op]
-    sharding = aot_mosaic.sharding_on_hopper()
-
-    def described(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-    for number in rows.numbers:
-        row = covering.rows(space)[number]
-        print(f"row {number} ({covering.label(row)})", flush=True)
-        with covering.as_on_a_card(row):
-            function, traced = program(space, row)
-            aot_mosaic.compiled_on_hopper(function, sharding, [jax.tree.map(described, traced)])
+    aot_covering.compile_each(SPACES[rows.name], rows.numbers, program)
 
 
 def run(*arguments: str) -> None:
-    """From an op and numbers, or as `aot_mosaic.command`; without arguments prints all rows."""
+    """As `aot_covering.command`, by an op's name; without arguments prints all rows."""
     if not arguments:
         for name, space in SPACES.items():
             print(f"{name}: {len(covering.rows(space))} rows")
             for n, row in enumerate(covering.rows(space)):
                 print(f"  {n}: {covering.label(row)}")
         return
-    first, *rest = arguments
-    if first != IN_THIS_PROCESS:
-        rows = Rows(first, list(map(int, rest)))
-        first, rest = json.dumps(dataclasses.asdict(rows)), []
-    aot_mosaic.command([first, *rest], Rows, main, compile_rows)
+    aot_covering.command(arguments, main, compile_rows)
 
 
 if __name__ == "__main__":

@@ -23,16 +23,12 @@ import torch
 
 import ato_jax
 from tests import numerics, random_calls
+from tests.covering_float8 import LIMITS, LSE_LIMIT, error_of
 from tests.random_calls import Call
 
 OPS = ("attention", "linear_attention")
 FLOAT8 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FLOAT8).max)
-# What kernels that read 8 bits may be off, as in benchmarks/float8.py: softmax attention rounds its
-# weights to 8 bits as well.
-LIMITS = {"attention": 3e-2, "linear_attention": 5e-3}
-# Natural logarithms: tensor cores keep about 13 bits of a sum of products of 8 bits.
-LSE_LIMIT = 1e-3
 
 
 def draw(seed: int, longest: int = 700, op: str | None = None) -> Call:
@@ -105,14 +101,8 @@ def check(call: Call, implementation: str | None, wanted: dict[str, Any]) -> lis
         return [f"OVER {implementation} {one} | {call}" for one in measures if not one.ok]
     beyond = []
     for name, right in wanted.items():
-        array = found[name].astype(np.float64)
-        if name == "lse":
-            same = array == right  # -inf where nothing is seen
-            error = np.abs(np.where(same, 0, array) - np.where(same, 0, right)).max(initial=0)
-            limit = LSE_LIMIT
-        else:
-            error = np.linalg.norm(array - right) / max(np.linalg.norm(right), 1e-30)
-            limit = LIMITS[call.op]
+        error = error_of(name, found[name], right)
+        limit = LSE_LIMIT if name == "lse" else LIMITS[call.op]
         if not error <= limit:
             beyond.append(f"OVER {implementation} {name} {error:.1e} of {limit:.0e} | {call}")
     return beyond

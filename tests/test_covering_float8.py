@@ -16,6 +16,7 @@ import pytest
 
 from ato_jax import UnsupportedError, device
 from tests import aot, covering, covering_float8
+from tests.aot_covering import Rows
 from tests.aot_mosaic import requires_plugin
 from tests.covering_float8 import ATTENTION, LINEAR_ATTENTION, READER, SPACES
 from tests.test_covering import completed, failures, groups
@@ -98,7 +99,7 @@ def test_lowers(name: str, n: int, row: Any) -> None:
 def test_compiles_for_a_card(name: str) -> None:
     """No product waits for another."""
     numbers = [n for each, n, _ in (one.values for one in some(16)) if each == name]
-    kernels = covering_float8.compile_rows(covering_float8.Rows(name, numbers))
+    kernels = covering_float8.compile_rows(Rows(name, numbers))
     assert kernels and not any(kernel.serialized for kernel in kernels), [*map(str, kernels)]
 
 

@@ -2286,6 +2286,20 @@ def test_without_a_name_the_fastest_is_chosen(
     assert chosen.tobytes() == named.tobytes()
 
 
+def check_delta_rule_twice(*qkv: jax.Array, **options: Any) -> None:
+    """Both passes on Hopper's kernels beside the float64 reference, twice the same bits."""
+    wanted = numerics.oracle("gated_delta_rule", *qkv, **options)
+    found, again = (
+        numerics.run(
+            "gated_delta_rule", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options
+        )
+        for _ in range(2)
+    )
+    assert found.keys() == again.keys() == wanted.exact.keys()
+    assert all(jnp.array_equal(found[name], again[name]) for name in found)
+    numerics.compare(found, wanted)
+
+
 @of_mosaic_delta_rule
 @pytest.mark.parametrize(
     ("T", "D", "V", "H", "decay", "strongest", "layout", "normalize_qk"),
@@ -2333,16 +2347,7 @@ def test_the_delta_rule_by_mosaic_gpu(
     if decay is not None:
         of_steps = (*shape, D) if decay == "channel" else shape
         options["decay"] = -jnp.asarray(strongest * generator.random(of_steps) ** 3, jnp.float32)
-    wanted = numerics.oracle("gated_delta_rule", *qkv, **options)
-    found, again = (
-        numerics.run(
-            "gated_delta_rule", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options
-        )
-        for _ in range(2)
-    )
-    assert found.keys() == again.keys() == wanted.exact.keys()
-    assert all(jnp.array_equal(found[name], again[name]) for name in found)
-    numerics.compare(found, wanted)
+    check_delta_rule_twice(*qkv, **options)
 
 
 @of_mosaic_delta_rule
@@ -2351,7 +2356,7 @@ def test_the_delta_rule_by_mosaic_gpu(
     [
         (2048, 128, 128, "step", 500, False),
         (2048, 128, 128, "", 500, True),
-        # Of few steps, so that each chunk has many.
+        # Segments of up to 9 steps, so that several start in each chunk of 64.
         (2000, 64, 64, "step", 9, False),
         (2000, 64, 64, "per channel", 9, True),
         (4096, 128, 128, "per channel", 1000, False),
@@ -2383,15 +2388,7 @@ def test_segments_and_lengths_of_the_delta_rule_by_mosaic_gpu(
     if decay:
         of_steps = (2, T, 2, D) if decay == "per channel" else (2, T, 2)
         options["decay"] = -jnp.asarray(generator.random(of_steps) ** 3, jnp.float32)
-    wanted = numerics.oracle("gated_delta_rule", *qkv, **options)
-    found, again = (
-        numerics.run(
-            "gated_delta_rule", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options
-        )
-        for _ in range(2)
-    )
-    assert all(jnp.array_equal(found[name], again[name]) for name in found)
-    numerics.compare(found, wanted)
+    check_delta_rule_twice(*qkv, **options)
 
 
 @of_mosaic_delta_rule
@@ -2454,12 +2451,4 @@ def test_the_delta_rule_where_all_keys_are_the_same(
     if states:
         state = jnp.asarray(generator.normal(size=(1, 4, D, D)), jnp.float32)
         options |= {"initial_state": state, "return_state": True}
-    wanted = numerics.oracle("gated_delta_rule", *qkv, **options)
-    found, again = (
-        numerics.run(
-            "gated_delta_rule", "mosaic_gpu", *qkv, cotangents=wanted.cotangents, **options
-        )
-        for _ in range(2)
-    )
-    assert all(jnp.array_equal(found[name], again[name]) for name in found)
-    numerics.compare(found, wanted)
+    check_delta_rule_twice(*qkv, **options)

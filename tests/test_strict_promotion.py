@@ -186,7 +186,7 @@ def test_without_promotion_of_ranks(call: str, implementation: str) -> None:
 
 
 def gradients(function: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """What the function returns for the arrays, and the gradients."""
+    """The function's results, and their gradients by the arrays."""
     out, pull = jax.vjp(function, *arrays)
     return out, pull(jax.tree.map(jnp.ones_like, out))
 

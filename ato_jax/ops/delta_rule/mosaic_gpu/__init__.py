@@ -72,7 +72,7 @@ def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
 def forward_for_own_backward(
     spec: DeltaRuleSpec, config: Config, inputs: Inputs
 ) -> gradients.Kept | channel_backward.Kept:
-    """What is kept beside the outputs is the fitted call's."""
+    """The outputs have the sizes of `spec`. What is kept beside them has the fitted call's."""
     if (fitted := fits.fitted(spec)) != spec:
         found = forward_for_own_backward(fitted, config, fits.fitted_inputs(spec, inputs))
         return found._replace(**fits.users_outputs(spec, found.plain())._asdict())
