@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from ato_jax import choosing, dispatch
 from ato_jax.ops.attention import api as attention_api
+from ato_jax.ops.attention import reading
 from ato_jax.ops.attention.pieces import combine
 from ato_jax.ops.attention.spec import Outputs as AttentionOutputs
 from ato_jax.ops.common import axes
@@ -30,7 +31,7 @@ from ato_jax.ops.linear_attention.spec import LinearState
 from ato_jax.ops.linear_attention.spec import Outputs as LinearAttentionOutputs
 from ato_jax.ops.linear_attention.step import linear_attention_step
 from ato_torch import _elf
-from ato_torch._calls import PARAMETERS, Arrays, Call, Shape, Shapes
+from ato_torch._calls import PARAMETERS, SCALES, Arrays, Call, Shape, Shapes
 
 Cotangents = Sequence[jax.Array | None]
 
@@ -58,6 +59,8 @@ def arguments(call: Call, arrays: Arrays) -> dict[str, Any]:
     for name in ("initial_state", "state"):
         if f"{name}.kv" in named:
             named[name] = LinearState(named.pop(f"{name}.kv"), named.pop(f"{name}.k_sum"))
+    if call.is_float8:
+        named["scales"] = tuple(named.pop(name) for name in SCALES)
     found = named | dict(call.options)
     parameters = [found.pop(name) for name in call.arrays if name in PARAMETERS]
     feature_map = found.get("feature_map")
@@ -79,6 +82,9 @@ class Adapter(Protocol):
 
     def answers(self, call: Call) -> int | None:
         """How many outputs the caller asked for, from the first; None for all."""
+
+    def reads_float8(self, call: Call, arrays: Arrays) -> bool:
+        """Whether kernels read the 8 bits of a call on float8 arrays."""
 
     def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
         """The outputs."""
@@ -123,12 +129,22 @@ class _Kernels:
     def op(self, request: Any) -> choosing.Op:
         """The op, without backends that cannot be launched directly unless one was asked for.
 
-        A CUDA graph could not capture calls of such a backend.
+        A CUDA graph could not capture calls of such a backend. A call whose 8 bits are read has an
+        op of its own.
         """
+        if request.implementation == reading.BACKEND:
+            return request.op
         if request.implementation is not None:
             return self.api.OP
         names = tuple(name for name in self.api.OP.backends if name not in through_jax_alone())
         return dataclasses.replace(self.api.OP, backends=names)
+
+    def reads_float8(self, call: Call, arrays: Arrays) -> bool:
+        named = dict(call.options)["implementation"]
+        if named is None and choosing.family(reading.BACKEND) in through_jax_alone():
+            return False
+        request = self.api.prepare(**arguments(call, arrays))
+        return bool(request.implementation == reading.BACKEND)
 
     def forward(self, call: Call, arrays: Arrays) -> list[jax.Array]:
         request = self.api.prepare(**arguments(call, arrays))
@@ -137,6 +153,8 @@ class _Kernels:
             self.op(request), spec, request.inputs, request.implementation, call.training
         )
         leaves = self.leaves(spec, outputs)
+        if call.is_float8:
+            leaves[0] = leaves[0].astype(request.out_dtype)
         if request.T < spec.T:
             # `prepare` makes one row of an empty T.
             time = axes(spec.layout, "BTHV").index("T")
@@ -184,6 +202,11 @@ class _Kernels:
         return [_cut(_part(gradients, name), shapes[name]) for name in wanted]
 
 
+def _dtype_of_out(call: Call, dtype: str) -> str:
+    """The dtype of out, where that of q is `dtype`."""
+    return str(dict(call.options)["out_dtype"]) if call.is_float8 else dtype
+
+
 def _part(gradients: dict[str, Any], name: str) -> jax.Array:
     whole, _, part = name.partition(".")
     return getattr(gradients[whole], part) if part else gradients[whole]
@@ -212,6 +235,7 @@ class _Attention(_Kernels):
 
     def shapes(self, call: Call, inputs: dict[str, Shape]) -> Shapes:
         (rows, dtype), (value, _) = inputs["q"], inputs["v"]
+        dtype = _dtype_of_out(call, dtype)
         out, lse = (*rows[:-1], value[-1]), rows[:-1]
         rest: Shapes = [(out, "int8")] if call.training and dtype != "float32" else []
         return [(out, dtype), (lse, "float32"), *rest]
@@ -236,7 +260,7 @@ class _LinearAttention(_Kernels):
         size = _features(options["feature_map"], key[-1], inputs)
         k_sum = (key[0], key[heads], size)
         return [
-            ((*rows[:-1], value[-1]), dtype),
+            ((*rows[:-1], value[-1]), _dtype_of_out(call, dtype)),
             ((*k_sum, value[-1]), "float32"),
             (k_sum, "float32"),
         ]
@@ -319,6 +343,9 @@ class _Plain:
 
     def answers(self, call: Call) -> int | None:
         return None
+
+    def reads_float8(self, call: Call, arrays: Arrays) -> bool:
+        return False
 
     def backward(
         self,

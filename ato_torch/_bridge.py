@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from ato_torch import _private
@@ -126,7 +127,7 @@ class _Exchange:
                 out_of_jax(into_jax(probe, None), None)
             except (TypeError, AttributeError):
                 continue
-            self.into_jax, self.out_of_jax = into_jax, out_of_jax
+            self.into_jax, self.out_of_jax = _with_float8(into_jax, place), out_of_jax
             return
         raise RuntimeError("this version of JAX does not take PyTorch's tensors by DLPack")
 
@@ -147,6 +148,23 @@ class _Exchange:
             return jaxlib.dlpack_managed_tensor_to_buffer(to_capsule(tensor), device, stream, None)
 
         return [(with_kind, out_of_jax), (without, out_of_jax)]
+
+
+def _with_float8(into_jax: Callable[..., jax.Array], place: torch.device) -> Any:
+    """`into_jax`, also for float8 tensors where DLPack does not take these: as bytes, which JAX
+    copies into an array of float8."""
+    try:
+        into_jax(torch.zeros(1, dtype=torch.float8_e4m3fn, device=place), None)
+    except Exception:  # PyTorch and JAX have errors of their own for a dtype that is not known
+
+        def by_bytes(tensor: torch.Tensor, stream: int | None) -> jax.Array:
+            if tensor.dtype is not torch.float8_e4m3fn:
+                return into_jax(tensor, stream)
+            array = into_jax(tensor.view(torch.uint8), stream)
+            return jax.lax.bitcast_convert_type(array, jnp.float8_e4m3fn)
+
+        return by_bytes
+    return into_jax
 
 
 def _public_in(tensor: torch.Tensor, stream: int | None) -> jax.Array:

@@ -24,6 +24,8 @@ KEPT = 1024
 
 # The names of the arrays that a feature map closes over. They get no gradient.
 PARAMETERS = tuple(f"feature_map.{n}" for n in range(64))
+# The names of the scales of float8 arrays q, k and v. Such a call has the option `out_dtype`, too.
+SCALES = ("q_scale", "k_scale", "v_scale")
 
 Arrays = Sequence[Any]
 Shape = tuple[tuple[Any, ...], str]  # sizes, which may be PyTorch's symbols, and a dtype's name
@@ -47,6 +49,11 @@ class Call(NamedTuple):
     interpreting: bool
     batched: Levels = ()
     batched_backward: Levels = ()
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether q, k and v are float8 arrays with scales."""
+        return SCALES[0] in self.arrays
 
     @property
     def text(self) -> str:

@@ -243,14 +243,15 @@ def four_axes(
     batch: tuple[int, ...],
     heads: tuple[int, ...],
     sizes: dict[str, int],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """attn_mask as [B|1, H|1, T|1, S|1]."""
+    """attn_mask as [B|1, H|1, T|1, S|1]; query's `dtype` is that of the call on widened tensors."""
     if not isinstance(attn_mask, torch.Tensor):
         raise ValueError(f"attn_mask must be a torch.Tensor, got {type(attn_mask).__name__}")
     check_dense("attn_mask", attn_mask)
-    if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+    if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
         raise ValueError(
-            f"attn_mask must be bool, float32 or query's {query.dtype}, got {attn_mask.dtype}; "
+            f"attn_mask must be bool, float32 or query's {dtype}, got {attn_mask.dtype}; "
             "convert it first"
         )
     check_place("attn_mask", attn_mask, query)

@@ -397,12 +397,17 @@ def _drawn(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
     The given numbers may all be 0, or equal for q, k and v, and then hide a mistake. A tensor
     without positive (or negative) numbers gets none: a decay above 0 would overflow. Integers stay
-    as they are: lengths, offsets and segments must be valid.
+    as they are: lengths, offsets and segments must be valid. Float8 tensors are queries, keys and
+    values, and get numbers of both signs.
     """
     generator = torch.Generator(tensors[0].device).manual_seed(0)
     drawn = []
     for tensor in tensors:
-        if tensor.is_floating_point():
+        if tensor.dtype is torch.float8_e4m3fn:
+            # PyTorch neither draws nor compares in 8 bits. Normal numbers are finite there.
+            wide = torch.empty_like(tensor, dtype=torch.bfloat16)
+            tensor = wide.normal_(generator=generator).to(tensor.dtype)
+        elif tensor.is_floating_point():
             numbers = torch.empty_like(tensor).normal_(generator=generator)
             if (tensor <= 0).all():
                 numbers.abs_().neg_()

@@ -15,3 +15,7 @@ class NoMemoryError(ClosedError):
 
 class NotMeantError(ClosedError):
     """Direct launches are off, or there is nothing to launch: no warning is due."""
+
+
+class NotReadError(Exception):
+    """No kernel reads the 8 bits of a call on float8 tensors, which have to be widened."""

@@ -24,7 +24,18 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ato_jax import device
-from ato_torch import _bridge, _calls, _copies, _direct, _modes, _profiling, _programs
+from ato_jax.ops.common import axes
+from ato_torch import (
+    _bridge,
+    _calls,
+    _copies,
+    _direct,
+    _float8,
+    _modes,
+    _profiling,
+    _programs,
+)
+from ato_torch._errors import NotReadError
 
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _calls.PARAMETERS
@@ -60,6 +71,20 @@ def run(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> T
     if not _modes.runs_plainly(leaves):
         return _forward(program.text, leaves)
     return run_plainly(program, leaves, differentiates)
+
+
+def refuse_unread(op: str, tensors: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+    """Raises a `NotReadError` for a call on float8 tensors whose 8 bits no kernel reads.
+
+    The arguments are those of `run`. Where a compiler looks on, nothing is decided yet: the op
+    decides when it runs.
+    """
+    if torch.compiler.is_compiling():
+        return
+    leaves = list(tensors.values())
+    program = program_of(op, tuple(tensors), leaves, False, options)
+    if not program.reads_float8(_shapes(leaves)):
+        raise NotReadError
 
 
 def program_of(
@@ -414,8 +439,27 @@ def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | N
 )
 def _forward(call: str, tensors: Tensors) -> Tensors:
     program = program_of_text(call, tensors)
+    if program.call.is_float8 and not program.reads_float8(_shapes(tensors)):
+        outputs = _of_widened(program, tensors)
+    else:
+        outputs = _profiling.execute(program, program.forward, tensors)
     # Contiguous, as `register_fake` below says.
-    return [tensor.contiguous() for tensor in _profiling.execute(program, program.forward, tensors)]
+    return [tensor.contiguous() for tensor in outputs]
+
+
+def _of_widened(program: _programs.Program, tensors: Tensors) -> Tensors:
+    """The outputs of a call on float8 tensors, by the same call on widened ones."""
+    named, options = dict(zip(program.call.arrays, tensors, strict=True)), program.call.options
+    out_dtype = dict(options)["out_dtype"]
+    heads = axes(dict(options)["layout"], "BTHD").index("H") - 4
+    wide = _float8.wide_dtype(out_dtype)
+    for name, scale in zip("qkv", _calls.SCALES, strict=True):
+        named[name] = _float8.product(named[name], named.pop(scale), heads, 3, wide)
+    kept = tuple(option for option in options if option[0] != "out_dtype")
+    call, leaves = program.call._replace(arrays=tuple(named), options=kept), list(named.values())
+    wide_program = _programs.of_call(call, program.place, _facts(leaves))
+    out, *rest = _profiling.execute(wide_program, wide_program.forward, leaves)
+    return [out.to(getattr(torch, out_dtype)), *rest]
 
 
 @torch.library.custom_op(

@@ -56,6 +56,7 @@ class Program(programs.Program):
         super().__init__(device.describe(place).platform)
         self.call = call
         self.place = place
+        self._reads_float8: bool | None = None
         self.forward = self._function(functools.partial(forward, call))
         self.answer = self._function(functools.partial(answer, call))
         self._backwards: dict[Any, Function] = {}
@@ -67,6 +68,12 @@ class Program(programs.Program):
         except KeyError:
             function = self._function(functools.partial(backward, self.call, needed, given))
             return self._backwards.setdefault((needed, given), function)
+
+    def reads_float8(self, shapes: Shapes) -> bool:
+        """Whether kernels read the 8 bits of the call, whose arrays have these shapes."""
+        if self._reads_float8 is None:
+            self._reads_float8 = reads_float8(self.call, self.place, shapes)
+        return self._reads_float8
 
     @property
     def timed(self) -> tuple[bool, ...]:
@@ -131,6 +138,20 @@ def of_text(text: str, place: jax.Device, facts: Any) -> Program:
         kept.also_known(program, _texts, key, program)
     program.used = True
     return program
+
+
+def reads_float8(call: Call, place: jax.Device, shapes: Shapes) -> bool:
+    """Whether kernels read the 8 bits of a call on `place` whose arrays have these shapes."""
+    found = []
+
+    def ask(*arrays: jax.Array) -> None:
+        found.append(OPS[call.op].reads_float8(call, arrays))
+
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    # As in `Program._function`: nothing is compiled, and the answer is that of the trace.
+    with jax.default_device(place), device.interpret(call.interpreting):
+        jax.eval_shape(ask, *structs)
+    return found[0]
 
 
 def forward(call: Call, arrays: Arrays) -> list[jax.Array]:

@@ -115,8 +115,9 @@ def attention(
         also sets a missing `q_lengths`.
       return_lse: Return (out, lse) in place of out.
       scales: (query_scale, key_scale, value_scale), for query, key and value of float8_e4m3fn:
-        float32 tensors of the batch axes and the heads. The three are widened before the call,
-        which costs what one on bfloat16 tensors does.
+        float32 tensors of the batch axes and the heads. Hopper's kernels read the 8 bits of the
+        calls of which `ato_jax` reads them. All others are widened, and cost what a call on
+        bfloat16 tensors does.
       out_dtype: Dtype of out with float8_e4m3fn: torch.bfloat16 unless given, torch.float16 or
         torch.float32, for which the tensors are widened to float32.
       precision: How float32 is multiplied. None is exact; "tf32" may round the factors to TF32.
@@ -175,7 +176,7 @@ def attention(
     known = None
     given = (query, key, value)
     ids = segment_ids is q_segment_ids is kv_segment_ids is None
-    if ids and attn_mask is sinks is q_lengths is kv_lengths is None:
+    if ids and attn_mask is sinks is q_lengths is kv_lengths is scales is None:
         facts = (
             *(dropout_p, is_causal, scale, enable_gqa, window, query_offset, softcap),
             *(return_lse, precision, implementation),
@@ -187,14 +188,20 @@ def attention(
         dropout_p, is_causal, scale, softcap, window, query_offset = _ops.static(
             (dropout_p, is_causal, scale, softcap, window, query_offset)
         )
-    _checks.check_all(query, key, value, smallest=2)
+    read = _float8.as_read(scales)
+    if read is not None:
+        _float8.check_devices(query, key, value)
+    else:
+        _checks.check_all(query, key, value, smallest=2)
     is_causal = shapes.flag("is_causal", is_causal)
     enable_gqa = shapes.flag("enable_gqa", enable_gqa)
     dropout_p = _checks.required("dropout_p", dropout_p)
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p must be from 0 to 1, got {dropout_p}")
     if dropout_p == 1:
-        dropout_p, value = 0.0, value * 0  # else 0 / 0: no weight is left
+        # Else 0 / 0: no weight is left. PyTorch does not multiply in 8 bits.
+        wide = value if read is None else value.float()
+        dropout_p, value = 0.0, (wide * 0).to(value.dtype)
     return_lse = shapes.flag("return_lse", return_lse)
     (query, key, value), batch, heads = _checks.broadcast(query, key, value, enable_gqa)
     straight = query is given[0] and key is given[1] and value is given[2]
@@ -213,15 +220,13 @@ def attention(
             raise ValueError(
                 "attn_mask cannot be given together with is_causal=True: make the mask causal"
             )
-        spread = _checks.four_axes(attn_mask, query, batch, heads, sizes)
+        dtype = query.dtype if read is None else _float8.wide_dtype(read.out_dtype)
+        spread = _checks.four_axes(attn_mask, query, batch, heads, sizes, dtype)
         tensors["mask" if spread.dtype == torch.bool else "bias"] = spread
     if sinks is not None:
         _checks.check("sinks", sinks, like=query)
         shapes.bind(sizes, "sinks", tuple(sinks.shape), "H")
         tensors["sinks"] = sinks.float()
-    if dropout_p > 0:
-        key_words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=query.device)
-        tensors["dropout_key"] = key_words.view(torch.uint32)
     options |= {
         "causal": is_causal,
         "window": None if window is None else attention_api.bounds(False, window),
@@ -233,11 +238,21 @@ def attention(
         "implementation": implementation,
         "layout": "bhtd",
     }
+    if read is not None:
+        tensors |= read.bound((query, key, value), batch, -3)
+        options["out_dtype"] = read.out_dtype
     exchanged = _checks.are_exchanged(query, key, value)
     if exchanged:
         options["layout"] = "bthd"
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     tensors |= {"q": query, "k": key, "v": value}
+    if read is not None:
+        words = {"dropout_key": torch.empty(2, dtype=torch.uint32, device=query.device)}
+        # Ahead of the draw: a call that is made once more, on widened tensors, draws then.
+        _ops.refuse_unread("attention", tensors | (words if dropout_p > 0 else {}), options)
+    if dropout_p > 0:
+        key_words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=query.device)
+        tensors["dropout_key"] = key_words.view(torch.uint32)
     # None: the leading axes are those of the tensors, nothing was broadcast.
     shape = None if len(batch) == len(heads) == 1 else (*batch, *heads, sizes["T"])
     finish = functools.partial(_attention_results, shape, return_lse)

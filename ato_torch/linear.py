@@ -108,8 +108,9 @@ def linear_attention(
       layout: "bhtd", or "bthd" for query, key, value, out [B, T, H, D] and decay [B, S, G] or
         [B, S, G, D].
       scales: (query_scale, key_scale, value_scale), for query, key and value of float8_e4m3fn:
-        float32 tensors [B, H], [B, G] and [B, G]. The three are widened before the call, which
-        costs what one on bfloat16 tensors does.
+        float32 tensors [B, H], [B, G] and [B, G]. Hopper's kernels read the 8 bits of the calls
+        of which `ato_jax` reads them. All others are widened, and cost what a call on bfloat16
+        tensors does.
       out_dtype: Dtype of out with float8_e4m3fn: torch.bfloat16 unless given, torch.float16 or
         torch.float32, for which the tensors are widened to float32.
       precision: How float32 is multiplied. None is exact; "tf32" may round the factors to TF32.
@@ -171,7 +172,8 @@ def linear_attention(
     given = (query, key, value)
     ids = segment_ids is q_segment_ids is kv_segment_ids is None
     named = isinstance(feature_map, str)
-    if ids and named and initial_state is None and decay is q_lengths is kv_lengths is None:
+    alone = decay is q_lengths is kv_lengths is scales is None
+    if ids and named and initial_state is None and alone:
         facts = (
             *(feature_map, causal, normalize, scale, eps, return_state, layout),
             *(precision, implementation),
@@ -181,7 +183,11 @@ def linear_attention(
             return known(given)
     if torch.compiler.is_compiling():
         causal, scale, eps = _ops.static((causal, scale, eps))
-    _checks.check_all(query, key, value, smallest=3)
+    read = _float8.as_read(scales)
+    if read is not None:
+        _float8.check_devices(query, key, value)
+    else:
+        _checks.check_all(query, key, value, smallest=3)
     shapes.one_of("layout", layout, LAYOUTS)
     return_state = shapes.flag("return_state", return_state)
     batched = query.ndim == 4
@@ -208,6 +214,10 @@ def linear_attention(
     straight = batched and query is given[0] and key is given[1] and value is given[2]
     if not batched:
         query, key, value = query[None], key[None], value[None]
+    if read is not None:
+        batch = (query.shape[0],) if batched else ()
+        tensors |= read.bound((query, key, value), batch, axes(layout, "BTHD").index("H"))
+        options["out_dtype"] = read.out_dtype
     exchanged = _checks.are_exchanged(query, key, value)
     if exchanged:
         layout = "bthd" if layout == "bhtd" else "bhtd"
@@ -226,6 +236,8 @@ def linear_attention(
         "precision": precision,
         "implementation": implementation,
     }
+    if read is not None:
+        _ops.refuse_unread("linear_attention", tensors, options)
     finish = functools.partial(_linear_results, batched, return_state)
     outputs = _ops.run("linear_attention", tensors, options)
     if known is not None and straight and len(tensors) == 3:

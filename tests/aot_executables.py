@@ -29,6 +29,9 @@ READ = "what was read: "
 B, H, G, T, D = 2, 4, 2, 130, 64
 # Of the calls that Hopper's own kernels take.
 LONG = dict.fromkeys("qkv", ((1, 16, 16384, 128), "bfloat16"))
+FLOAT8 = dict.fromkeys("qkv", ((1, 16, 16384, 128), "float8_e4m3fn")) | dict.fromkeys(
+    ("q_scale", "k_scale", "v_scale"), ((1, 16), "float32")
+)
 
 
 def without_torch(name: str) -> Any:
@@ -183,6 +186,17 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], list[tuple[tuple[int, 
         ),
         ("hopper attention", "attention", LONG, softmax | {"causal": True}, True),
         ("hopper linear", "linear_attention", LONG, linear | {"causal": True}, False),
+        *(
+            (
+                f"float8 {'causal ' * causal}{op}",
+                op,
+                FLOAT8,
+                {**options, "causal": causal, "out_dtype": "bfloat16"},
+                False,
+            )
+            for op, options in (("attention", softmax), ("linear_attention", linear))
+            for causal in (False, True)
+        ),
         (
             "step",
             "linear_attention_step",
@@ -204,6 +218,7 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], list[tuple[tuple[int, 
         layout = {} if op.endswith("step") else {"layout": "bhtd"}
         facts = list(arrays.values())
         call = _programs.Call(op, tuple(arrays), tuple((layout | options).items()), True, False)
+        call = call._replace(training=not call.is_float8)  # float8 has no derivative
         yield name, functools.partial(_programs.forward, call), facts
         if has_backward:
             outputs = _programs.output_shapes(call, facts)

@@ -464,3 +464,9 @@ def test_programs_that_xla_compiles_are_read():
     assert found["hopper attention"][0] in of_mosaic["hopper attention"]
     assert len(of_mosaic["hopper attention, backward"]) == 2
     assert len(of_mosaic["hopper linear"]) == 2
+    for causal in ("", "causal "):
+        assert of_mosaic[f"float8 {causal}attention"] == [
+            f"attention_{name}_mosaic_mosaic_gpu_kernel" for name in ("transposition", "forward")
+        ]
+        sums, output = of_mosaic[f"float8 {causal}linear_attention"]
+        assert sums.startswith("linear_attention_float8_sums") and "output" in output

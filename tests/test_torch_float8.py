@@ -22,6 +22,16 @@ B, T, H, G, D = 2, 8, 4, 2, 8
 FLOAT8 = torch.float8_e4m3fn
 
 
+@pytest.fixture(params=[False, True], ids=["unasked", "asked"])
+def has_readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether calls ask if kernels read their 8 bits, as on Hopper; none reads those here."""
+    monkeypatch.setattr(_float8, "has_readers", lambda place: request.param)
+    _float8._widened.clear()
+
+
+asked_or_not = pytest.mark.usefixtures("has_readers")
+
+
 def drawn(layout: str = "bhtd") -> tuple[list[Any], list[Any]]:
     """Tensors and their scales, some of which are no powers of two."""
     draw = np.random.default_rng(0)
@@ -46,6 +56,7 @@ def same(tensor: Any, array: Any) -> bool:
     return bool(np.linalg.norm(difference) < 5e-3 * np.linalg.norm(np.asarray(array, np.float32)))
 
 
+@asked_or_not
 def test_attention() -> None:
     tensors, scales = drawn()
     arrays, factors = in_jax(tensors), in_jax(scales)
@@ -62,6 +73,7 @@ def test_attention() -> None:
     assert torch.equal(alone, plain[0])
 
 
+@asked_or_not
 def test_linear_attention_and_its_step() -> None:
     for layout in ("bhtd", "bthd"):
         tensors, scales = drawn(layout)
@@ -77,6 +89,7 @@ def test_linear_attention_and_its_step() -> None:
         assert same(step, wanted[:, t])
 
 
+@asked_or_not
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
@@ -117,6 +130,7 @@ def test_bad_arguments(changed: dict[str, Any], told: str) -> None:
         ato_torch.linear_attention(**given)
 
 
+@asked_or_not
 def test_what_goes_with_float8_alone() -> None:
     wide, scales = [tensor.float() for tensor in drawn()[0]], drawn()[1]
     for name, value in (("scales", scales), ("out_dtype", torch.float32)):
@@ -124,6 +138,7 @@ def test_what_goes_with_float8_alone() -> None:
             ato_torch.linear_attention(*wide, **{name: value})
 
 
+@asked_or_not
 def test_a_wrong_layout() -> None:
     tensors, scales = drawn()
     with pytest.raises(ValueError, match="^layout must be one of"):
@@ -133,11 +148,12 @@ def test_a_wrong_layout() -> None:
 def test_a_product_is_rounded_once() -> None:
     tensors, scales = drawn()
     for wide in (torch.bfloat16, torch.float32):
-        found = _float8._product("key", tensors[1], scales[1], -3, 3, wide)
+        found = _float8.product(tensors[1], scales[1], -3, 3, wide)
         wanted = (tensors[1].float() * scales[1][..., None, None]).to(wide)
         assert found.dtype == wide and torch.equal(found, wanted)
 
 
+@asked_or_not
 def test_under_autocast_out_dtype_decides() -> None:
     """As without autocast, which would round float32 to bfloat16."""
     tensors, scales = drawn()
@@ -149,6 +165,7 @@ def test_under_autocast_out_dtype_decides() -> None:
     assert torch.equal(out, call(out_dtype="float32"))
 
 
+@asked_or_not
 def test_compiled() -> None:
     """In one graph, and refused there where a gradient is asked for."""
     tensors, scales = drawn()
@@ -163,6 +180,7 @@ def test_compiled() -> None:
         compiled(scales[0].clone().requires_grad_())
 
 
+@asked_or_not
 def test_gradients_are_refused() -> None:
     tensors, scales = drawn()
     decay = torch.full((G,), -0.1, requires_grad=True)
