@@ -288,7 +288,7 @@ def linear_attention_step(
       normalize: As in `linear_attention`.
       scale: As in `linear_attention`.
       eps: As in `linear_attention`.
-      scales: As in `linear_attention`, for query, key and value of float8_e4m3fn.
+      scales: As in `linear_attention`, for query, key and value of float8_e4m3fn, which are widened.
       out_dtype: As in `linear_attention`.
 
     Returns:
