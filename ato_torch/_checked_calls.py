@@ -1,8 +1,9 @@
 """Calls that were checked before, so that a call like one of them skips the checks.
 
-A call of query, key and value alone, without other tensors, is described by its options and by the
-shape, dtype, device and strides of the three. The first such call is checked and stores its program
-here; later ones go to the program at once. The checks take longer than a launch.
+A call of query, key and value alone, or of float8 ones with their scales, is described by its
+options and by the shape, dtype, device and strides of these tensors. The first such call is checked
+and stores its program here; later ones go to the program at once. The checks take longer than a
+launch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from ato_jax import device
 from ato_torch import _modes, _ops, _profiling, _programs
-from ato_torch._calls import KEPT
+from ato_torch._calls import KEPT, SCALES
 
 # Types of options that are known by their value.
 PLAIN = (bool, int, float, str, type(None))
@@ -24,7 +25,8 @@ Finish = Callable[[bool, Sequence[torch.Tensor]], Any]
 
 
 class CheckedCall:
-    """The program of a call of query, key and value alone, and how to read its outputs.
+    """The program of a call of query, key and value alone, or of float8 ones with their scales, and
+    how to read its outputs.
 
     It depends only on `key`, which `checked_call` makes of a call.
     """
@@ -32,7 +34,7 @@ class CheckedCall:
     def __init__(self, key: tuple[Any, ...], differentiates: bool) -> None:
         self.key, self.differentiates = key, differentiates
         self.program: _programs.Program | None = None  # None until `fill` is called
-        # Whether the program takes the tensors with their second and third axis exchanged.
+        # Whether the program takes q, k and v with their second and third axis exchanged.
         self.exchanged = False
         # (whether they are exchanged, outputs) -> what the public function returns
         self.finish: Finish
@@ -49,7 +51,7 @@ class CheckedCall:
     ) -> None:
         """Stores the program of the call that was checked."""
         self.exchanged, self.finish = exchanged, finish
-        names = ("q", "k", "v")
+        names = ("q", "k", "v", *SCALES)[: len(tensors)]
         self.program = _ops.program_of(op, names, tensors, self.differentiates, options)
         if len(checked) >= KEPT:
             checked.clear()
@@ -67,7 +69,8 @@ class CheckedCall:
         if self.ready is None:
             self.ready = _ops.ready(program, tensors, self.differentiates, self.exchanged)
         if self.exchanged:
-            tensors = [tensor.transpose(1, 2) for tensor in tensors]
+            turned = [tensor.transpose(1, 2) for tensor in tensors[: _ops.QKV]]
+            tensors = [*turned, *tensors[_ops.QKV :]]
         outputs = _ops.run_plainly(program, tensors, self.differentiates)
         return self.finish(self.exchanged, outputs)
 
@@ -77,7 +80,7 @@ checked: dict[Any, CheckedCall] = {}
 
 
 def checked_call(
-    op: str, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], options: tuple[Any, ...]
+    op: str, tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]
 ) -> CheckedCall | None:
     """The checked call that is like this one; a new one, without a program, for the first.
 
@@ -89,7 +92,7 @@ def checked_call(
         return None
     if _modes.is_forward_mode():
         return None
-    query, key, value = tensors
+    query, key, value, *scales = tensors
     differentiates = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad
     )
@@ -103,6 +106,8 @@ def checked_call(
             *(query.shape, query.dtype, query.device, query.layout, query.stride()),
             *(key.shape, key.dtype, key.device, key.layout, key.stride()),
             *(value.shape, value.dtype, value.device, value.layout, value.stride()),
+            # Their shapes and dtypes follow from those above, as `_float8` has checked.
+            *[scale.stride() for scale in scales],
         )
         found = checked.get(facts)
     except (RuntimeError, TypeError):  # a tensor without strides, an option without a hash

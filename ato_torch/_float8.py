@@ -17,6 +17,7 @@ cases, which widens the tensors when it runs, if need be.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,12 +49,13 @@ class Read(NamedTuple):
     ) -> dict[str, torch.Tensor]:
         """The scales by name, [B, H], [B, G] and [B, G], of tensors whose leading axes `batch` were
         made one, and whose axis of heads is `heads`."""
-        return {
-            name: scale.expand(*batch, tensor.shape[heads]).reshape(
-                tensor.shape[0], tensor.shape[heads]
-            )
-            for name, scale, tensor in zip(SCALES, self.scales, tensors, strict=True)
-        }
+        found = {}
+        for name, scale, tensor in zip(SCALES, self.scales, tensors, strict=True):
+            shape = tensor.shape[0], tensor.shape[heads]
+            if tuple(scale.shape) != shape:
+                scale = scale.expand(*batch, shape[1]).reshape(shape)
+            found[name] = scale
+        return found
 
 
 def as_read(scales: Any) -> Read | None:
@@ -156,8 +158,11 @@ def has_readers(place: torch.device) -> bool:
     """Whether a device has kernels that read 8 bits; interpreted ones any device may have."""
     if device.interpreting():
         return True
-    if place.type != "cuda" or not _bridge.has_gpu():
-        return False
+    return place.type == "cuda" and _bridge.has_gpu() and _card_has_readers(place)
+
+
+@functools.cache
+def _card_has_readers(place: torch.device) -> bool:
     here = device.describe(_bridge.jax_device(place))
     return reading.OP.backend(reading.BACKEND).unsupported_device(here, False) is None
 

@@ -39,6 +39,7 @@ from ato_torch._errors import NotReadError
 
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _calls.PARAMETERS
+QKV = 3  # the tensors q, k and v, in front of the scales of a call on float8 tensors
 # How many backward passes a known call keeps, by strides of cotangents and by needed gradients.
 MOST_BACKWARDS = 16
 TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
@@ -132,15 +133,17 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
 def ready(
     program: _programs.Program, tensors: Tensors, differentiates: bool, exchanged: bool
 ) -> Callable[[Tensors], Tensors] | Literal[False] | None:
-    """A function that does what `run_plainly` does, for q, k and v of these shapes and strides.
+    """A function that does what `run_plainly` does, for q, k and v of these shapes and strides, and
+    for the scales behind them of a call on float8 tensors.
 
-    It skips all checks of its tensors. If `exchanged`, the tensors that it takes and the outputs
-    have their second and third axis exchanged while their memory is unchanged. False where there is
-    no direct launch, and None where a later call may find another answer.
+    It skips all checks of its tensors. If `exchanged`, q, k and v and the outputs have their second
+    and third axis exchanged while their memory is unchanged. False where there is no direct launch,
+    and None where a later call may find another answer.
     """
     function = program.forward if differentiates else program.answer
     outputs = program.timed if differentiates else program.timed[: program.answers]
-    found = _direct.ready(function, tensors, (exchanged,) * len(tensors), outputs)
+    which = (exchanged,) * QKV + (False,) * (len(tensors) - QKV)
+    found = _direct.ready(function, tensors, which, outputs)
     if not found:
         return found
     plan, copied = found
@@ -159,7 +162,7 @@ def ready(
             return apply(known, *tensors)
 
         call = recorded
-    return _copies.with_copies(call, tensors, copied, (exchanged,) * len(tensors))
+    return _copies.with_copies(call, tensors, copied, which)
 
 
 class _Known:

@@ -174,12 +174,13 @@ def attention(
         )
     query, key, value, attn_mask = _checks.autocast(query, key, value, attn_mask)
     known = None
-    given = (query, key, value)
+    read = _float8.as_read(scales)
+    given = (query, key, value) if read is None else (query, key, value, *read.scales)
     ids = segment_ids is q_segment_ids is kv_segment_ids is None
-    if ids and attn_mask is sinks is q_lengths is kv_lengths is scales is None:
+    if ids and attn_mask is sinks is q_lengths is kv_lengths is None:
         facts = (
             *(dropout_p, is_causal, scale, enable_gqa, window, query_offset, softcap),
-            *(return_lse, precision, implementation),
+            *(return_lse, precision, implementation, read and read.out_dtype),
         )
         known = _checked_calls.checked_call("attention", given, facts)
         if known is not None and known.program is not None:
@@ -188,7 +189,6 @@ def attention(
         dropout_p, is_causal, scale, softcap, window, query_offset = _ops.static(
             (dropout_p, is_causal, scale, softcap, window, query_offset)
         )
-    read = _float8.as_read(scales)
     if read is not None:
         _float8.check_devices(query, key, value)
     else:
@@ -238,15 +238,14 @@ def attention(
         "implementation": implementation,
         "layout": "bhtd",
     }
-    if read is not None:
-        tensors |= read.bound((query, key, value), batch, -3)
-        options["out_dtype"] = read.out_dtype
+    bound = {} if read is None else read.bound((query, key, value), batch, -3)
     exchanged = _checks.are_exchanged(query, key, value)
     if exchanged:
         options["layout"] = "bthd"
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    tensors |= {"q": query, "k": key, "v": value}
+    tensors |= {"q": query, "k": key, "v": value} | bound
     if read is not None:
+        options["out_dtype"] = read.out_dtype
         words = {"dropout_key": torch.empty(2, dtype=torch.uint32, device=query.device)}
         # Ahead of the draw: a call that is made once more, on widened tensors, draws then.
         _ops.refuse_unread("attention", tensors | (words if dropout_p > 0 else {}), options)
@@ -257,8 +256,8 @@ def attention(
     shape = None if len(batch) == len(heads) == 1 else (*batch, *heads, sizes["T"])
     finish = functools.partial(_attention_results, shape, return_lse)
     outputs = _ops.run("attention", tensors, options)
-    if known is not None and straight and len(tensors) == 3:
-        known.fill("attention", (query, key, value), options, exchanged, finish)
+    if known is not None and straight and len(tensors) == len(given):
+        known.fill("attention", (query, key, value, *bound.values()), options, exchanged, finish)
     return finish(exchanged, outputs)
 
 

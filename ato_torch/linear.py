@@ -169,21 +169,20 @@ def linear_attention(
         )
     known = None
     query, key, value = _checks.autocast(query, key, value)
-    given = (query, key, value)
+    read = _float8.as_read(scales)
+    given = (query, key, value) if read is None else (query, key, value, *read.scales)
     ids = segment_ids is q_segment_ids is kv_segment_ids is None
     named = isinstance(feature_map, str)
-    alone = decay is q_lengths is kv_lengths is scales is None
-    if ids and named and initial_state is None and alone:
+    if ids and named and initial_state is None and decay is q_lengths is kv_lengths is None:
         facts = (
             *(feature_map, causal, normalize, scale, eps, return_state, layout),
-            *(precision, implementation),
+            *(precision, implementation, read and read.out_dtype),
         )
         known = _checked_calls.checked_call("linear_attention", given, facts)
         if known is not None and known.program is not None:
             return known(given)
     if torch.compiler.is_compiling():
         causal, scale, eps = _ops.static((causal, scale, eps))
-    read = _float8.as_read(scales)
     if read is not None:
         _float8.check_devices(query, key, value)
     else:
@@ -214,9 +213,10 @@ def linear_attention(
     straight = batched and query is given[0] and key is given[1] and value is given[2]
     if not batched:
         query, key, value = query[None], key[None], value[None]
+    bound = {}
     if read is not None:
         batch = (query.shape[0],) if batched else ()
-        tensors |= read.bound((query, key, value), batch, axes(layout, "BTHD").index("H"))
+        bound = read.bound((query, key, value), batch, axes(layout, "BTHD").index("H"))
         options["out_dtype"] = read.out_dtype
     exchanged = _checks.are_exchanged(query, key, value)
     if exchanged:
@@ -224,7 +224,7 @@ def linear_attention(
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         if decay is not None and decay.ndim > 1:
             tensors["decay"] = tensors["decay"].transpose(1, 2)
-    tensors |= {"q": query, "k": key, "v": value}
+    tensors |= {"q": query, "k": key, "v": value} | bound
     options |= {
         "feature_map": feature_map,
         "causal": causal,
@@ -240,8 +240,9 @@ def linear_attention(
         _ops.refuse_unread("linear_attention", tensors, options)
     finish = functools.partial(_linear_results, batched, return_state)
     outputs = _ops.run("linear_attention", tensors, options)
-    if known is not None and straight and len(tensors) == 3:
-        known.fill("linear_attention", (query, key, value), options, exchanged, finish)
+    if known is not None and straight and len(tensors) == len(given):
+        alone = (query, key, value, *bound.values())
+        known.fill("linear_attention", alone, options, exchanged, finish)
     return finish(exchanged, outputs)
 
 
@@ -288,7 +289,8 @@ def linear_attention_step(
       normalize: As in `linear_attention`.
       scale: As in `linear_attention`.
       eps: As in `linear_attention`.
-      scales: As in `linear_attention`, for query, key and value of float8_e4m3fn, which are widened.
+      scales: As in `linear_attention`, for query, key and value of float8_e4m3fn. These are always
+        widened.
       out_dtype: As in `linear_attention`.
 
     Returns:

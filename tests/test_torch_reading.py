@@ -203,6 +203,48 @@ def test_arguments_as_they_come(unwidened: list[str]) -> None:
     assert torch.equal(call_of("linear_attention", *one, layout="bthd", **NAMED), found[0])
 
 
+@each_op
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_known_call(
+    op: str, turned: bool, unwidened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third on, a call of the same shapes skips the checks of the op. Plans are JAX here.
+    Scales that do not lie contiguous, other options and other dtypes are other calls."""
+    taken: list[list[tuple[int, ...]]] = []
+
+    def ready(function: Any, tensors: Any, which: Any, of_results: Any) -> Any:
+        def plan(given: Any) -> Any:
+            taken.append([tuple(x.shape) for x in given])
+            found = _bridge.execute(function.jitted, _bridge.exchanged(given, which))
+            return _bridge.exchanged(found, of_results[: len(found)]) if any(which) else found
+
+        lie = _bridge.exchanged(tensors, which)
+        return plan, tuple([not tensor.is_contiguous() for tensor in lie])
+
+    monkeypatch.setattr(_direct, "ready", ready)
+    tensors, scales = drawn()
+    if turned:
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    call = functools.partial(call_of, op, **NAMED)
+    wanted = call(tensors, scales)
+    assert not taken and equal(wanted, by_jax(op, tensors, scales, **NAMED))
+    for _ in range(2):
+        assert torch.equal(call(tensors, scales), wanted)
+    assert taken == [[tuple(x.shape) for x in (*tensors, *scales)]]
+    others = [x.flip(2) for x in tensors], [scale * 0.7 for scale in scales]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ops, "refuse_unread", lambda *arguments: pytest.fail("it was checked"))
+        found = call(*others)
+    assert equal(found, by_jax(op, *others, **NAMED)) and len(taken) == 2
+    spread = [torch.stack([scale, scale], dim=-1)[..., 0] for scale in scales]
+    for _ in range(3):
+        assert torch.equal(call(tensors, spread), wanted)
+    assert len(taken) == 3
+    for dtype in ("float16", "bfloat16", "float16"):
+        assert call(tensors, scales, out_dtype=dtype).dtype == getattr(torch, dtype)
+    assert torch.equal(call(tensors, scales), wanted)
+
+
 @pytest.mark.parametrize("drops", [0.0, 0.5])
 def test_what_is_not_read_is_widened_as_before(drops: float, read: list[str]) -> None:
     """Once that is known, it is asked no more; one draw of the generator a call in either case."""
@@ -272,7 +314,9 @@ def test_which_devices_have_such_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     for capability, wanted in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
         here = dataclasses.replace(H200, capability=capability)
         monkeypatch.setattr(device, "describe", lambda place, here=here: here)
+        _float8._card_has_readers.cache_clear()
         assert _float8.has_readers(card) == wanted
+    _float8._card_has_readers.cache_clear()
 
 
 def test_transforms_take_wide_tensors(read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
