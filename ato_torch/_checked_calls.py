@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from ato_jax import device
-from ato_torch import _modes, _ops, _profiling, _programs
+from ato_torch import _known, _modes, _ops, _profiling, _programs
 from ato_torch._calls import KEPT, SCALES
 
 # Types of options that are known by their value.
@@ -67,7 +67,7 @@ class CheckedCall:
                 return self.finish(False, _profiling.named(program, named))
             return self.finish(False, self.ready(tensors))
         if self.ready is None:
-            self.ready = _ops.ready(program, tensors, self.differentiates, self.exchanged)
+            self.ready = _known.ready(program, tensors, self.differentiates, self.exchanged)
         if self.exchanged:
             turned = [tensor.transpose(1, 2) for tensor in tensors[: _ops.QKV]]
             tensors = [*turned, *tensors[_ops.QKV :]]

@@ -16,9 +16,8 @@ CUDA graph cannot capture what JAX launches; the ops' tag keeps compilers from t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
@@ -28,8 +27,6 @@ from ato_jax.ops.common import axes
 from ato_torch import (
     _bridge,
     _calls,
-    _copies,
-    _direct,
     _float8,
     _modes,
     _profiling,
@@ -40,8 +37,6 @@ from ato_torch._errors import NotReadError
 Tensors = Sequence[torch.Tensor]
 PARAMETERS = _calls.PARAMETERS
 QKV = 3  # the tensors q, k and v, in front of the scales of a call on float8 tensors
-# How many backward passes a known call keeps, by strides of cotangents and by needed gradients.
-MOST_BACKWARDS = 16
 TELLS_FUNCTIONS_APART = torch.__version__ >= "2.13"
 
 
@@ -130,97 +125,6 @@ def run_plainly(program: _programs.Program, tensors: Tensors, differentiates: bo
     return _profiling.execute(program, program.answer, tensors)
 
 
-def ready(
-    program: _programs.Program, tensors: Tensors, differentiates: bool, exchanged: bool
-) -> Callable[[Tensors], Tensors] | Literal[False] | None:
-    """A function that does what `run_plainly` does, for q, k and v of these shapes and strides, and
-    for the scales behind them of a call on float8 tensors.
-
-    It skips all checks of its tensors. If `exchanged`, q, k and v and the outputs have their second
-    and third axis exchanged while their memory is unchanged. False where there is no direct launch,
-    and None where a later call may find another answer.
-    """
-    function = program.forward if differentiates else program.answer
-    outputs = program.timed if differentiates else program.timed[: program.answers]
-    which = (exchanged,) * QKV + (False,) * (len(tensors) - QKV)
-    found = _direct.ready(function, tensors, which, outputs)
-    if not found:
-        return found
-    plan, copied = found
-    # The backward pass would keep copies that are larger than the originals.
-    if differentiates and any(
-        is_copied and _copies.repeats(tensor)
-        for tensor, is_copied in zip(tensors, copied, strict=True)
-    ):
-        return False
-    call: Callable[[Tensors], Tensors] = plan
-    if differentiates:
-        known = _Known(program, plan, exchanged)
-        apply = super(torch.autograd.Function, _KnownCall).apply
-
-        def recorded(tensors: Tensors) -> Tensors:
-            return apply(known, *tensors)
-
-        call = recorded
-    return _copies.with_copies(call, tensors, copied, which)
-
-
-class _Known:
-    """A program with a gradient, and its plans for tensors of known shapes and strides."""
-
-    def __init__(self, program: _programs.Program, plan: _direct.Plan, exchanged: bool) -> None:
-        self.program, self.plan, self.exchanged = program, plan, exchanged
-        self.answers = program.answers
-        # Calls of the backward pass by the gradients needed and the strides of the cotangent, each
-        # with the strides of all its tensors.
-        self.backwards: dict[Any, tuple[Callable[[Tensors], Tensors] | Literal[False], Any]] = {}
-
-    def backward(self, needed: tuple[bool, ...], tensors: list[torch.Tensor]) -> Any:
-        """The needed gradients, from q, k, v, the outputs and the cotangent of the first output.
-
-        None where there is no plan for their strides.
-        """
-        strides = [tensor.stride() for tensor in tensors]
-        key = needed, strides[-1]
-        try:
-            call, known = self.backwards[key]
-        except KeyError:
-            found, known = self._backward(needed, tensors), strides
-            if found is None:
-                return None
-            if len(self.backwards) >= MOST_BACKWARDS:
-                self.backwards.clear()
-            call = found
-            self.backwards[key] = call, known
-        if not call or strides != known:
-            return None
-        if _profiling.is_on():
-            return _profiling.named(self.program, functools.partial(call, tensors), backward=True)
-        return call(tensors)
-
-    def _backward(
-        self, needed: tuple[bool, ...], tensors: Tensors
-    ) -> Callable[[Tensors], Tensors] | Literal[False] | None:
-        outputs = len(tensors) - len(needed) - 1
-        given = (True,) + (False,) * (outputs - 1)
-        function = self.program.backward(needed, given)
-        exchanged, gradients = self.exchanged_ones(needed, given)
-        found = _direct.ready(function, tensors, exchanged, gradients)
-        if not found:
-            return found
-        plan, copied = found
-        return _copies.with_copies(plan, tensors, copied, exchanged)
-
-    def exchanged_ones(
-        self, needed: tuple[bool, ...], given: tuple[bool, ...]
-    ) -> tuple[list[bool], list[bool]]:
-        """Which tensors of the backward pass, and which gradients, have their axes exchanged."""
-        timed = self.program.timed[: len(given)]
-        of_given = [each for each, is_given in zip(timed, given, strict=True) if is_given]
-        tensors = [*(True for _ in needed), *timed, *of_given]
-        return [self.exchanged and each for each in tensors], [self.exchanged] * sum(needed)
-
-
 @torch.compiler.assume_constant_result
 def _text(
     op: str, arrays: tuple[str, ...], training: bool, names: tuple[str, ...], *values: Any
@@ -249,9 +153,7 @@ def resolved(feature_map: Any, place: torch.device) -> tuple[Any, dict[str, torc
 
 
 @torch.compiler.assume_constant_result
-def _parameters(
-    feature_map: Any, identity: int, place: torch.device
-) -> tuple[torch.Tensor, ...]:
+def _parameters(feature_map: Any, identity: int, place: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(_bridge.from_jax(array, place) for array in _calls.resolve(feature_map)[1])
 
 
@@ -289,14 +191,14 @@ class _Call(torch.autograd.Function):
         chosen = [cotangent for cotangent in cotangents if cotangent is not None]
         _modes.refuse_forward_mode(chosen)
         if any(map(is_batch, chosen)):
-            return _one_by_one(_Call.backward, ctx, cotangents)
+            return one_by_one(_Call.backward, ctx, cotangents)
         tensors = [*ctx.saved_tensors, *chosen]
         if torch.is_grad_enabled() or not _modes.runs_plainly(tensors):
-            gradients = _Gradient.apply(ctx.program, needed, given, *tensors)
+            gradients = Gradient.apply(ctx.program, needed, given, *tensors)
         else:
             backward = ctx.program.backward(needed, given)
             gradients = _profiling.execute(ctx.program, backward, tensors, backward=True)
-        return None, *_placed(needed, gradients)
+        return None, *placed(needed, gradients)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: _programs.Program, *tensors: Any) -> Any:
@@ -306,49 +208,11 @@ class _Call(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-class _KnownCall(torch.autograd.Function):
-    """(a known program, q, k, v) -> the outputs asked for, where `runs_plainly`."""
-
-    @staticmethod
-    def forward(ctx: Any, known: _Known, *tensors: torch.Tensor) -> Any:
-        outputs = known.plan(tensors)
-        ctx.known = known
-        ctx.set_materialize_grads(False)
-        # Saved by PyTorch, so that it refuses a backward after one of them was written to.
-        ctx.save_for_backward(*tensors, *outputs)
-        return tuple(outputs[: known.answers])
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        known, needed = ctx.known, ctx.needs_input_grad[1:]
-        tensors = list(ctx.saved_tensors)
-        chosen = [cotangent for cotangent in cotangents if cotangent is not None]
-        _modes.refuse_forward_mode(chosen)
-        if any(map(is_batch, chosen)):
-            return _one_by_one(_KnownCall.backward, ctx, cotangents)
-        alone = cotangents[0] is not None and len(chosen) == 1
-        plainly = not torch.is_grad_enabled() and _modes.runs_plainly([*tensors, *chosen])
-        if alone and plainly:
-            gradients = known.backward(needed, [*tensors, *chosen])
-            if gradients is not None:
-                return None, *_placed(needed, gradients)
-        outputs = len(tensors) - len(needed)
-        given = tuple(n < len(cotangents) and cotangents[n] is not None for n in range(outputs))
-        exchanged, of_gradients = known.exchanged_ones(needed, given)
-        tensors = _bridge.exchanged([*tensors, *chosen], exchanged)
-        if plainly:
-            backward = known.program.backward(needed, given)
-            gradients = _profiling.execute(known.program, backward, tensors, backward=True)
-        else:
-            gradients = _Gradient.apply(known.program, needed, given, *tensors)
-        return None, *_placed(needed, _bridge.exchanged(gradients, of_gradients))
-
-
 # True for the batches of `is_grads_batched` and `jacobian(vectorize=True)`, made by an older vmap.
 is_batch = torch._C._functorch.is_legacy_batchedtensor
 
 
-def _one_by_one(backward: Callable[..., Any], ctx: Any, cotangents: Sequence[Any]) -> Any:
+def one_by_one(backward: Callable[..., Any], ctx: Any, cotangents: Sequence[Any]) -> Any:
     """The backward pass of each member of a batch of cotangents, stacked."""
     mapped = [each is not None and is_batch(each) for each in cotangents]
     # Level 1 is the outermost. The size, also 1 here, matters only for tensors without a batch.
@@ -378,7 +242,7 @@ def _one_by_one(backward: Callable[..., Any], ctx: Any, cotangents: Sequence[Any
     )
 
 
-class _Gradient(torch.autograd.Function):
+class Gradient(torch.autograd.Function):
     """(program, needed, given, *tensors) -> the needed gradients."""
 
     @staticmethod
@@ -401,7 +265,7 @@ class _Gradient(torch.autograd.Function):
         dims = in_dims[3:]
         moved = _in_front(tensors, dims)
         mapped = program.batched_backward(_level(dims), _facts(moved))
-        gradients = _Gradient.apply(mapped, needed, given, *moved)
+        gradients = Gradient.apply(mapped, needed, given, *moved)
         return gradients, (0,) * len(gradients)
 
 
@@ -429,7 +293,7 @@ def _in_front(tensors: Tensors, dims: Sequence[int | None]) -> list[torch.Tensor
     ]
 
 
-def _placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | None]:
+def placed(needed: Sequence[bool], gradients: Tensors) -> list[torch.Tensor | None]:
     ahead = iter(gradients)
     return [next(ahead) if is_needed else None for is_needed in needed]
 
@@ -517,7 +381,7 @@ def _differentiate(ctx: Any, cotangents: Tensors) -> tuple[None, list[torch.Tens
     chosen = [each for each, is_given in zip(cotangents, given, strict=True) if is_given]
     _modes.refuse_forward_mode(chosen)
     gradients = _backward(ctx.call, [*saved, *chosen], needed, given)
-    return None, _placed(needed, gradients)
+    return None, placed(needed, gradients)
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)

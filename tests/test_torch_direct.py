@@ -39,8 +39,8 @@ from ato_torch import (  # noqa: E402
     _elf,
     _executable,
     _kernels,
+    _known,
     _mosaic,
-    _ops,
     _plan,
     _programs,
 )
@@ -88,8 +88,7 @@ def test_without_a_name_kernels_are_those_that_go_this_road(reads, monkeypatch):
 def inputs(dtype=torch.bfloat16, where="meta"):
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(B, heads, T, D, generator=generator).to(dtype).to(where)
-        for heads in (H, G, G)
+        torch.randn(B, heads, T, D, generator=generator).to(dtype).to(where) for heads in (H, G, G)
     ]
 
 
@@ -665,8 +664,11 @@ def test_compiled_for_a_plan():
         lambda x, y: [x + 1, (x.sum(0), jnp.zeros(2, jnp.bool_))], [torch.ones(2, 3)] * 2
     )
     facts = [(tuple(one.shape), one.dtype, one.is_meta) for one in results]
-    assert facts == [((2, 3), torch.float32, True), ((3,), torch.float32, True),
-                     ((2,), torch.bool, True)]
+    assert facts == [
+        ((2, 3), torch.float32, True),
+        ((3,), torch.float32, True),
+        ((2,), torch.bool, True),
+    ]
     assert len(compiled.in_avals[0]) == 2
     with pytest.raises(_executable.UnknownError):
         _executable.read(compiled.runtime_executable().serialize())
@@ -893,7 +895,7 @@ def test_a_known_call_waits_for_memory_too(building, driver, monkeypatch):
         ato_torch.attention(*tensors)
     assert plan.ready
     # The backward's, likewise.
-    known = _ops._Known(plan.program, plan.ready, False)
+    known = _known.Known(plan.program, plan.ready, False)
     monkeypatch.setattr(_direct, "ready", lambda *_: None)
     given = [*tensors, tensors[0], tensors[0]]
     assert known.backward((True,) * 3, given) is None and not known.backwards

@@ -23,8 +23,8 @@ from ato_torch import (  # noqa: E402
     _driver,
     _executable,
     _kernels,
+    _known,
     _mosaic,
-    _ops,
     _plan,
     _programs,
     _strided,
@@ -520,9 +520,7 @@ def test_a_refused_pattern_takes_no_place(by_maps, monkeypatch):
     """Nor is it looked at twice; so many are remembered."""
     asked, looked = function(), []
     restrided = _strided.restrided
-    monkeypatch.setattr(
-        _strided, "restrided", lambda *given: looked.append(1) or restrided(*given)
-    )
+    monkeypatch.setattr(_strided, "restrided", lambda *given: looked.append(1) or restrided(*given))
     y = torch.randn(SHAPE)
     for n in range(_direct.MOST_REFUSED + 2):
         refused = torch.randn(2, 4, 16 + n)[..., : 2 * 8 : 2], y
@@ -666,9 +664,7 @@ def test_what_shares_memory_is_not_kept_in_full(known):  # noqa: F811
     assert windows[0].shape == apart[0].shape == query.shape
     # One head of a projection that has all others, too: it spans more than the keys of all heads.
     projected = torch.randn(B, 9, (H + 2) * D)
-    one = [
-        projected[..., n * D : (n + 1) * D].unsqueeze(1).expand(B, H, 9, D) for n in (H, H + 1)
-    ]
+    one = [projected[..., n * D : (n + 1) * D].unsqueeze(1).expand(B, H, 9, D) for n in (H, H + 1)]
     for keys, larger in ((shared, True), (windows, True), (one, True), (apart, False)):
         _checked_calls.checked.clear()
         known.clear()
@@ -676,9 +672,7 @@ def test_what_shares_memory_is_not_kept_in_full(known):  # noqa: F811
         for _ in range(3):
             out = ato_torch.attention(*leaves)
         assert bool(known) != larger
-        torch.testing.assert_close(
-            out, torch.nn.functional.scaled_dot_product_attention(*leaves)
-        )
+        torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(*leaves))
         known.clear()
         with torch.no_grad():
             for _ in range(3):
@@ -701,7 +695,7 @@ def test_cotangents_of_any_strides(known):  # noqa: F811
     for _ in range(2):
         CALLS["attention"](*leaves)
     cotangent, wanted = torch.randn(B, H, 9, D), None
-    for n in [*range(_ops.MOST_BACKWARDS + 2), *range(3)]:
+    for n in [*range(_known.MOST_BACKWARDS + 2), *range(3)]:
         wide = torch.empty(B, H, 9, D + n)[..., :D].copy_(cotangent)
         out = CALLS["attention"](*leaves)
         known.clear()
@@ -709,7 +703,7 @@ def test_cotangents_of_any_strides(known):  # noqa: F811
         assert len(known) == 1
         wanted = found if wanted is None else wanted
         torch.testing.assert_close(found, wanted)
-        assert 0 < len(out.grad_fn.known.backwards) <= _ops.MOST_BACKWARDS
+        assert 0 < len(out.grad_fn.known.backwards) <= _known.MOST_BACKWARDS
 
 
 ORDERS = {
