@@ -528,6 +528,18 @@ def test_longer_calls_on_a_gpu(name):
     compare(of(name, **options), arguments, peer)
 
 
+def by_fla(all_of):
+    """`all_of()`, without gradients where flash-linear-attention refuses them: it knows versions of
+    Triton that compute those of a gate wrongly on Hopper."""
+    try:
+        return all_of()
+    except RuntimeError as error:
+        if "produces incorrect results for gated" not in str(error):
+            raise
+    with torch.no_grad():
+        return all_of()
+
+
 def apart(ours, theirs):
     """The relative RMS difference."""
     ours, theirs = ours.detach().double(), theirs.detach().double()
@@ -544,11 +556,13 @@ def test_beside_fla(name, size):
     """Results and gradients of both differ by at most two budgets, one for the error of each."""
     B, T, sizes = BESIDE_FLA[size]
     arguments, options = drawn_on_gpu(name, B=B, T=T, sizes=sizes, dtype=torch.bfloat16)
-    ours, theirs = (
-        named(flat(function(**arguments, **options)), arguments)
-        for function in (of(name), fla_function(name))
-    )
-    limits = {n: 2 * numerics.budget(quantity(n), "bfloat16") for n in ours}
-    found = {n: apart(ours[n], theirs[n]) for n in ours}
-    assert ours.keys() == theirs.keys()
+
+    def all_of(function):
+        return named(flat(function(**arguments, **options)), arguments)
+
+    ours, theirs = all_of(of(name)), by_fla(lambda: all_of(fla_function(name)))
+    limits = {n: 2 * numerics.budget(quantity(n), "bfloat16") for n in theirs}
+    found = {n: apart(ours[n], theirs[n]) for n in theirs}
+    results = {n for n in ours if n.startswith("result")}
+    assert theirs.keys() in (ours.keys(), results)
     assert all(found[n] <= limits[n] for n in found), {n: (found[n], limits[n]) for n in found}
