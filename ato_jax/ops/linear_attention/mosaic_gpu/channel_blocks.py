@@ -62,6 +62,13 @@ def sees(spec: LinearAttentionSpec, item: mosaic.Item, queries: int = 0) -> jax.
     return query >= key
 
 
+def seen(spec: LinearAttentionSpec, item: mosaic.Item, x: jax.Array, queries: int = 0) -> jax.Array:
+    """x [64, 64], 0 where the query does not see the key; queries lie along the axis `queries`."""
+    x = jnp.where(sees(spec, item, queries), x, 0.0)
+    # Without the barrier the selected numbers would be rounded singly, not in pairs.
+    return lax.optimization_barrier(x)
+
+
 def _blocks_of(spec: LinearAttentionSpec, head: Any, in_memory: int, of_each: int) -> Any:
     """The number of the pair of blocks, and of the call's head, that a kernel's head stands for.
     The array has `in_memory` heads: `of_each` blocks for each head of the call."""

@@ -1,18 +1,46 @@
 """out [B, T, H, V] of causal calls with a decay per step and channel, one block for each piece.
 
-`causal.py` launches it, after `channel_sums.py` and the scan over pieces. Read
-`channel.py` first: it defines q^, k~, G, the middle row m, and turns. With S [V, F] and z [F] the
-state ahead of the chunk, scaled to its middle row, the kernel is `output.py` with q^ and k~ in
-place of phi(q) and phi(k):
+`causal.py` launches it, after `channel_sums.py` and the scan over pieces. Read `channel.py` first:
+it defines q^, k~, G, the middle row m, and turns. With S [V, F] and z [F] the state ahead of the
+chunk, scaled to its middle row, the kernel is `output.py` with q^ and k~ in place of phi(q) and
+phi(k):
 
     w[i, j] = q^_i . k~_j for j <= i of the same chunk, else 0
     out_i = (q^_i S^T + sum_j w[i, j] v_j) / max(q^_i . z + sum_j w[i, j], eps)
     S = exp2(G_m' - G_m) (S + v^T k~),  likewise z      for the middle row m' of the next chunk
 
-    memory    loads S and z of a piece, and its chunks of q, k, v and gates
-    features  two warpgroups with half of F each: they store q^ and k~ in place of q and k, keep z,
-              and compute q^_i . z
-    values    two warpgroups with half of V each: S_half [64, F] in registers, w, out_half
+Warpgroups, and the barriers between them:
+
+    MEMORY (2)   loads S and z of a piece, and its chunks as slots come free
+      |    |    +---- start: S and z loaded, once ----------------+
+      |    +--------- values: v loaded --------------------+      |
+      |  gates_ring: gates loaded                          |      |
+      |  rows: q and k loaded, in float16 powers of q      |      |
+      v                                                    |      |
+    FEATURES (3, 4)   half of F each: sums the gates; maps |      |
+      |               q and k in place; z; q^_i . z        |      |
+      |  mapped: q^, k~ and `onto` lie in the slot         |      |
+      |  den_known: q^_i . z of both halves                |      |
+      v                                                    v      v
+    VALUES (0, 1)   half of V each: S_half [64, F] float32 in registers, w, out_half
+
+MEMORY loads a slot of `rows` again when FEATURES and VALUES have consumed it, of `gates_ring` when
+FEATURES has, and of `values` when VALUES has. FEATURES awaits `start`, too, and `values` ahead of
+its store of den: if v is in the slot again, VALUES has read the old den there. Its two warpgroups
+await each other once (`weights_stored`), as both multiply by the weights that one of them stores.
+
+    symbol      shape          what it is
+    q, k        [64, F]        a chunk's rows; q^ and k~ once they are mapped
+    v           [64, V]        a chunk's rows
+    S, z        [V, F], [F]    sums over all keys before the step, scaled to its middle row
+    w           [64, 64]       weights of the step's pairs
+    den         [64]           the denominator
+    G_i         [64, F]        the sum of the gates from the chunk's first row to row i
+    onto        [F]            the square root of the factor that scales S and z to the step's m
+
+For the gradients (`keeps_features`) the kernel also writes q^ and k~, which MEMORY stores from
+their slots behind `mapped`, and the sums of the gates over each half of a chunk, which FEATURES
+stores. They are valid in pieces without steep chunks.
 
 In a piece with steep chunks a step is a turn, and the chunk is loaded again for each of its turns.
 A turn's part of out is 0 in all other rows, so the parts of a chunk's turns are added up.
@@ -28,12 +56,16 @@ are added to S and z (`channel_turns.py`), and v^T k~ is a product of its own be
 Where a tile holds two heads, "half" means one of them, and products are over its 64 columns. Where
 heads are cut into blocks (`channel_blocks.py`), the kernel returns numerators and denominators in
 place of out. In float16 q^, k~, S and z are multiplied by powers of two (`channel_powers.py`).
+
+The launch and the roles MEMORY and FEATURES are here, VALUES in `channel_output_rows.py`, and the
+shared memory in `channel_output_storage.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,41 +75,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import (
-    ALIKE,
-    BF16,
-    F32,
-    HALF,
-    OF_COLUMNS,
-    OF_ROWS,
-    Item,
-    load,
-    multiply,
-    slot_of,
-)
-from ato_jax.ops.linear_attention.mosaic_gpu import (
-    channel,
-    channel_blocks,
-    chunk_borders,
-    chunk_decay,
-    frame,
-)
+from ato_jax.mosaic import ALIKE, BF16, F32, HALF, OF_ROWS, Item, load, multiply
+from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, chunk_decay, frame
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_output_rows import values
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_output_storage import (
-    GATES_STAGES,
-    STAGES,
-    V_STAGES,
-    storage,
+    Storage,
+    Walk,
+    cast_of,
+    storage_of,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_powers import Power, Powers
-from ato_jax.ops.linear_attention.mosaic_gpu.channel_turns import Masks, each_step
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_turns import Masks, Step
+from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
-
-WARPGROUPS = 5
-MEMORY_REGISTERS = 32
-# Registers a thread of values and features, by whether S and w are multiplied in two parts.
-OWN_REGISTERS = {False: (136, 88), True: (160, 64)}
 
 
 def channel_output(
@@ -106,389 +118,245 @@ def channel_output(
       powers: in float16 (`channel_powers.py`), by which s and z are multiplied already.
     """
     # One item for each block: the storage of a piece's start is loaded once.
-    tiling = frame.tiling(spec)
     deal = dataclasses.replace(deal, most_blocks=deal.items)
-    heads = frame.heads_of_tile(spec)
-    group_size = spec.H // spec.G
+    gates, turns, steep = of_chunks
+    given = dict(q=q, k=k, v=v, s=s, z=z, gates=gates, turns=turns, steep=steep)
+    if borders.begins is not None and borders.chunks is not None:
+        given |= {"begins": borders.begins, "borders_of": borders.chunks}
+    if powers is not None:
+        given |= {"powers_of_queries": powers.queries, "powers_of_heads": powers.of_heads}
     adds_up = channel_blocks.adds_up(spec)
-    leaves_den = adds_up and spec.normalize
-    has_borders = borders.chunks is not None
-    # In float16 a rounding leaves 2e-4, and 6e-4 is allowed.
-    in_two_parts = not spec.feature_map.nonnegative and powers is None
-    values_registers, features_registers = OWN_REGISTERS[in_two_parts]
-    scratch = storage(spec, keeps_features, powers is not None)
-
-    def body(
-        q_ref: Any,
-        k_ref: Any,
-        v_ref: Any,
-        s_ref: Any,
-        z_ref: Any,
-        gates_ref: Any,
-        turns_ref: Any,
-        steep_ref: Any,
-        *refs: Any,
-        q_s: Any,
-        k_s: Any,
-        v_s: Any,
-        gates_s: Any,
-        rounded_s: Any,
-        s_s: Any,
-        out_s: Any,
-        z_s: Any,
-        onto_s: Any,
-        den_s: Any,
-        z_rows_s: Any,
-        ones_s: Any,
-        halves_s: Any,
-        since_middle_s: Any,
-        loaded: Any,
-        v_loaded: Any,
-        gates_loaded: Any,
-        mapped: Any,
-        den_known: Any,
-        free: Any,
-        v_free: Any,
-        gates_free: Any,
-        start_loaded: Any,
-        weights_stored: Any,
-        both_s: Any = None,
-        powers_s: Any = None,
-    ) -> None:
-        begins_ref, chunks_ref = refs[:2] if has_borders else (None, None)
-        refs = refs[2 * has_borders :]
-        (queries_ref, heads_ref), refs = (
-            ((None, None), refs) if powers is None else (refs[:2], refs[2:])
-        )
-        out_ref, *kept = refs
-        den_ref: Any = kept.pop(0) if leaves_den else None
-        feature_refs = kept[:2]
-        both_ref: Any = kept[2] if keeps_features else None
-
-        def each(item: Item, start: Callable[[bool], Any], do: Callable[..., Any]) -> Any:
-            head = lax.div(item.head, group_size)
-            return each_step(steep_ref, turns_ref, item, head, start, do, powers is not None)
-
-        def power_of(item: Item, half: Any, name: int) -> Any:
-            """Returns one power of the head of keys that half a tile belongs to."""
-            head = tiling.head_of(lax.div(item.head, group_size), half)
-            return heads_ref[item.batch, head, name]
-
-        def times(x: jax.Array, item: Item, half: Any, name: int) -> jax.Array:
-            return x if powers is None else x * power_of(item, half, name)
-
-        def load_piece(item: Item) -> None:
-            kv_head = lax.div(item.head, group_size)
-            for half in range(2):
-                head, own = tiling.head_of(kv_head, half), tiling.columns_of(half)
-                for ref, start in ((z_ref, z_s), (s_ref, s_s)):
-                    source = ref.at[item.batch, head, item.piece, own]
-                    plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
-
-            def leave_if(item: Item, condition: Any, leave: Callable[[], None]) -> None:
-                # Heads that differ in the block of values alone have the same features.
-                if (is_first := channel_blocks.has_first_values(spec, item.head)) is not None:
-                    condition = is_first & condition
-                pl.when(condition)(leave)
-
-            def leave_features(chunk: Any) -> None:
-                slot, rows = slot_of(chunk, STAGES), item.rows(chunk)
-                plgpu.barrier_wait(mapped.at[slot])
-                for own, ref in zip((q_s, k_s), feature_refs, strict=True):
-                    head = channel_blocks.head_of_features(spec, ref, item.head)
-                    tiling.leave_tile(own, slot, ref, item, rows, head)
-
-            def load_step(step: Any, chunk: Any, turn: Any, _last: Any, carried: Any) -> Any:
-                rows = item.rows(chunk)
-                slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
-                gates_slot = slot_of(step, GATES_STAGES)
-                mosaic.wait_until_free(gates_free, step, GATES_STAGES)
-                own_head = channel_blocks.head_of_features(spec, gates_ref, kv_head)
-                for half in range(2):
-                    source = tiling.part(gates_ref, item, rows, own_head, half)
-                    own = gates_s.at[gates_slot, half]
-                    plgpu.copy_gmem_to_smem(source, own, gates_loaded.at[gates_slot])
-                mosaic.wait_until_free(free, step, STAGES)
-                if keeps_features:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for ref, own, head in ((k_ref, k_s, kv_head), (q_ref, q_s, item.head)):
-                    head = channel_blocks.head_of_features(spec, ref, head)
-                    tiling.copy_tile(ref, item, rows, head, own, slot, loaded)
-                if queries_ref is not None:
-                    tiling.copy_vector(queries_ref, item, rows, powers_s, slot, loaded)
-                mosaic.wait_until_free(v_free, step, V_STAGES)
-                own_head = channel_blocks.head_of_values(spec, v_ref, kv_head)
-                for half in range(2):
-                    source = tiling.part(v_ref, item, rows, own_head, half)
-                    plgpu.copy_gmem_to_smem(source, v_s.at[v_slot, half], v_loaded.at[v_slot])
-                if keeps_features and turn is None:
-                    # After the loads of the next chunk, which must not wait for these stores.
-                    leave_if(item, chunk > 0, lambda: leave_features(chunk - 1))
-                    leave_if(item, chunk == item.chunks - 1, lambda: leave_features(chunk))
-                return carried
-
-            steps = each(item, lambda _: None, load_step)
-            mosaic.await_the_last(gates_free, steps, GATES_STAGES)
-            mosaic.await_the_last(free, steps, STAGES)
-            mosaic.await_the_last(v_free, steps, V_STAGES)
-
-        def map_piece(item: Item, half: int) -> None:
-            columns = pl.ds(half * HALF, HALF)
-            own = (ref.at[half] for ref in (rounded_s, z_rows_s, ones_s, halves_s))
-            rounded, z_rows, ones, halves = own
-            plgpu.barrier_wait(start_loaded)
-            totals = mosaic.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)  # z
-
-            def leave_halves(chunk: Any, both: tuple[jax.Array, jax.Array]) -> None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for number, total in enumerate(both):
-                    both_s.at[half, number][...] = total
-                plgpu.commit_smem()
-                head, own = tiling.head_of(item.head, half), tiling.columns_of(half)
-                at = item.batch, head, lax.div(item.first_row, C) + chunk
-                for number in range(2):
-                    target = both_ref.at[(*at, number, own)]
-                    plgpu.copy_smem_to_gmem(both_s.at[half, number], target)
-
-            def store_ones(first: Any = None) -> None:
-                adds = mosaic.ones(C, ALIKE, tiling.dtype)
-                adds = adds if first is None else mosaic.rows_within(adds, first, None)
-                mosaic.store_transposed(ones, adds)
-                plgpu.commit_smem()
-
-            def map_step(
-                step: Any, chunk: Any, turn: channel.Turn | None, _last: Any, carried: Any
-            ) -> Any:
-                totals, behind = carried
-                borders = chunk_borders.of_chunk(begins_ref, chunks_ref, item, chunk)
-                masks = Masks(borders, turn)
-                slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
-                gates_slot = slot_of(step, GATES_STAGES)
-                own_q, own_k = (tiling.half_of(tiles, slot, half) for tiles in (q_s, k_s))
-                if turn is not None:
-                    channel.store_halves(halves, turn)
-                plgpu.barrier_wait(gates_loaded.at[gates_slot])
-                channel.round_gates(gates_s.at[gates_slot, half], rounded, borders)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(gates_free.at[gates_slot])
-                weights = since_middle_s if turn is None else channel.since_middle(turn)
-                since, both = multiply(
-                    channel.sums_of(weights, rounded), channel.sums_by_channel(rounded, halves)
-                )
-                first, second = channel.halves(both)
-                # Its square is the factor of the state, which may underflow in float32.
-                onto = jnp.exp2((behind + first) * 0.5)
-                if spec.normalize:
-                    totals = chunk_decay.times_squares(totals, onto)
-                    of_sums = times(totals, item, half, Power.SUMS)
-                    mosaic.store_transposed(z_rows, of_sums.astype(tiling.dtype))
-                plgpu.barrier_wait(loaded.at[slot])
-                of_q: Any = since
-                if powers is not None:
-                    own_powers = load(tiling.rows_in(powers_s, slot, half), OF_ROWS)
-                    of_q += mosaic.in_columns(own_powers, HALF)
-                onto_s.at[slot, columns][...] = onto
-                kept: Any = {"for_flows": keeps_features}
-                channel.map_in_place(spec, own_q, half, of_q, turn, **kept)
-                of_k: Any = -since
-                if powers is not None:
-                    of_k += power_of(item, half, Power.LOG_KEYS)
-                channel.map_in_place(spec, own_k, half, of_k, turn, are_keys=True, **kept)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(mapped.at[slot])
-                if keeps_features and turn is None:
-                    leave_halves(chunk, (first, second))
-                if spec.normalize:
-                    borders.when_some(lambda: store_ones(masks.adds))
-                    den, totals = multiply(
-                        (mosaic.zeros(C, ALIKE), [(own_q, z_rows.T)]),
-                        (masks.left(totals), [(own_k.T, ones.T)]),
-                    )
-                    den = borders.either(lambda: masks.reading(den), lambda: den)
-                    if has_borders:
-                        plgpu.commit_smem()  # all warps have multiplied by it
-                    borders.when_some(store_ones)
-                    plgpu.barrier_wait(v_loaded.at[v_slot])  # the old den in this slot was read
-                    den = times(jnp.sum(den, axis=1) / ALIKE, item, half, Power.OVER_SUMS)
-                    den_s.at[v_slot, half][...] = den
-                    plgpu.barrier_arrive(den_known.at[v_slot])
-                plgpu.barrier_arrive(free.at[slot])
-                return totals, second
-
-            none = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
-            each(item, lambda _: (totals, none), map_step)
-
-        def eps_and_scale(item: Item, half: Any, slot: Any) -> tuple[Any, Any]:
-            """eps and the scale; in float16 of each row, since numerators and denominators contain
-            the powers of the row and of the head."""
-            if powers is None:
-                return spec.eps, spec.scale
-            row = load(tiling.rows_in(powers_s, slot, half), OF_ROWS)
-            eps = jnp.exp2(row) * (spec.eps * power_of(item, half, Power.KEYS))
-            return eps, jnp.exp2(-row) * (spec.scale * power_of(item, half, Power.OVER_KEYS))
-
-        def multiply_piece(item: Item) -> None:
-            half = mosaic.group()
-            own = () if heads == 1 else (pl.ds(half * HALF, HALF),)  # the columns of its head
-            plgpu.barrier_wait(start_loaded)
-            S = load(s_s.at[half]).astype(F32)  # [HALF, F]
-            S = times(S, item, half, Power.OVER_STATE)
-
-            def multiply_step(
-                step: Any, chunk: Any, turn: channel.Turn | None, is_last: Any, carried: Any
-            ) -> Any:
-                S, *found = carried
-                borders = chunk_borders.of_chunk(begins_ref, chunks_ref, item, chunk)
-                masks = Masks(borders, turn)
-                # Then keys are masked before they are added to S, in a product of its own.
-                adds_later = has_borders and turn is not None
-                slot, v_slot = slot_of(step, STAGES), slot_of(step, V_STAGES)
-                values = v_s.at[v_slot, half]
-                plgpu.barrier_wait(mapped.at[slot])
-                onto = mosaic.in_rows(load(onto_s.at[(slot, *own)], OF_COLUMNS), HALF)
-                S = S * onto * onto
-                q, k = (tiling.head_in(tiles, slot, half) for tiles in (q_s, k_s))
-                of_rest: Any = None
-                if in_two_parts:
-                    s_s.at[half][...] = mosaic.rounded(S - mosaic.rounded(S).astype(F32))
-                    plgpu.commit_smem()
-                    (of_rest,) = multiply((mosaic.zeros(C, HALF), [(q, s_s.at[half].T)]))
-                    plgpu.commit_smem()  # all warps have multiplied by it
-                s_s.at[half][...] = times(S, item, half, Power.STATE).astype(tiling.dtype)
-                eps, over = eps_and_scale(item, half, slot)
-                plgpu.barrier_wait(v_loaded.at[v_slot])
-                plgpu.commit_smem()
-                products = [
-                    (mosaic.zeros(C, C), [(q, k.T)]),
-                    (of_rest if in_two_parts else mosaic.zeros(C, HALF), [(q, s_s.at[half].T)]),
-                    (S, [(values.T, k)]),
-                ]
-                if adds_later:
-                    w, out = multiply(*products[:2])
-                else:
-                    w, out, S = multiply(*products)
-                    borders.unless_some(lambda: plgpu.barrier_arrive(free.at[slot]))
-                out = times(out, item, half, Power.OVER_STATE)
-                w, out = borders.either(
-                    lambda: (jnp.where(borders.pairs_from(), w, 0.0), masks.reading(out)),
-                    lambda: (w, out),
-                )
-                w = jnp.where(channel_blocks.sees(spec, item), w, 0.0)
-                # Without the barrier the selected numbers would be rounded singly, not in pairs.
-                w = lax.optimization_barrier(w)
-                parts = [mosaic.rounded(w, tiling.dtype)]
-                if in_two_parts:
-                    parts.append(mosaic.rounded(w - parts[0].astype(F32)))
-                (out,) = multiply((out, [(part, values) for part in parts]))
-
-                def add_last_segment() -> jax.Array:
-                    plgpu.commit_smem()  # all warps have multiplied by the values
-                    mosaic.keep_rows_between(values, masks.adds, C)
-                    plgpu.commit_smem()
-                    ahead = masks.left(S) if adds_later else mosaic.zeros(*S.shape)
-                    (found,) = multiply((ahead, [(values.T, k)]))
-                    return found
-
-                if adds_later:
-                    S = add_last_segment()
-                    plgpu.barrier_arrive(free.at[slot])
-                elif has_borders:
-                    S = borders.either(add_last_segment, lambda: S)
-                    borders.when_some(lambda: plgpu.barrier_arrive(free.at[slot]))
-                factor, of_row = over, None
-                if spec.normalize:
-                    den = jnp.sum(w if in_two_parts else parts[0].astype(F32), axis=1)
-                    plgpu.barrier_wait(den_known.at[v_slot])
-                    for number in range(2) if heads == 1 else (half,):
-                        den = den + load(den_s.at[v_slot, number], OF_ROWS)
-                    of_row = den if powers is None else den * over
-                    factor = over if leaves_den else 1.0 / jnp.maximum(den, eps)
-                factor = mosaic.in_columns(factor, HALF) if jnp.ndim(factor) else factor
-                plgpu.commit_smem()  # all warps have multiplied by s_s, which the next step stores
-                plgpu.barrier_arrive(v_free.at[v_slot])
-                out = out * factor
-                made = (out, of_row) if leaves_den else (out,)
-                if turn is None:
-                    store_chunk(chunk, *made)
-                    return (S,)
-                sums = [x + before for x, before in zip(made, found, strict=True)]
-                pl.when(is_last)(lambda: store_chunk(chunk, *sums))
-                return S, *(jnp.where(is_last, 0.0, x) for x in sums)
-
-            def store_chunk(chunk: Any, out: jax.Array, den: Any = None) -> None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_s.at[half][...] = out.astype(out_s.dtype)
-                plgpu.commit_smem()
-                head = item.head
-                if not adds_up:
-                    head = channel_blocks.head_of_values(spec, out_ref, head)
-                target = tiling.part(out_ref, item, item.rows(chunk), head, half)
-                plgpu.copy_smem_to_gmem(out_s.at[half], target)
-                if leaves_den:
-
-                    @pl.when(half == 0)
-                    def _() -> None:
-                        # Stored from registers: shared memory has no room for den.
-                        of_rows = den_ref.at[item.batch, item.head, item.rows(chunk)]
-                        mosaic.store_in_memory(of_rows, den)
-
-            def start(in_turns: bool) -> Any:
-                if not in_turns:
-                    return (S,)
-                start = S, mosaic.zeros(C, HALF)
-                if leaves_den:
-                    return *start, plgpu.layout_cast(jnp.zeros((C,), F32), OF_ROWS)
-                return start
-
-            each(item, start, multiply_step)
-
-        @pl.when(mosaic.group() == MEMORY)
-        def _memory() -> None:
-            mosaic.set_registers(MEMORY_REGISTERS, WARPGROUPS)
-            deal.each(load_piece)
-            if keeps_features:
-                plgpu.wait_smem_to_gmem(0)
-
-        for half in range(2):
-
-            @pl.when(mosaic.group() == FEATURES + half)
-            def _features(half: int = half) -> None:
-                mosaic.set_registers(features_registers, WARPGROUPS)
-                mosaic.store_transposed(ones_s.at[half], mosaic.ones(C, ALIKE, tiling.dtype))
-                channel.store_halves(halves_s.at[half])
-                if half == 0:
-                    since_middle_s[...] = channel.since_middle()
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(weights_stored)
-                plgpu.barrier_wait(weights_stored)
-                deal.each(lambda item: map_piece(item, half))
-                if keeps_features:
-                    plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(mosaic.group() < MEMORY)
-        def _values() -> None:
-            mosaic.set_registers(values_registers, WARPGROUPS)
-            deal.each(multiply_piece)
-            plgpu.wait_smem_to_gmem(0)
-
-    dtype = F32 if adds_up else tiling.dtype
-    out_type = [jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), dtype)]
-    if leaves_den:
-        den = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
-        out_type.append(den)
+    of_out = F32 if adds_up else frame.tiling(spec).dtype
+    out_types = {"out": jax.ShapeDtypeStruct(frame.shape_of_values(spec, spec.H), of_out)}
+    if adds_up and spec.normalize:
+        rows = spec.B, spec.H, mosaic.whole_chunks(spec.T)
+        out_types["den"] = jax.ShapeDtypeStruct(rows, F32)
     if keeps_features:
         both = spec.B, spec.H, pl.cdiv(spec.T, C), 2, spec.F
-        features = jax.ShapeDtypeStruct(q.shape, BF16)
-        out_type += [features, features, jax.ShapeDtypeStruct(both, F32)]
-    arrays = q, k, v, s, z, *of_chunks, *borders.arrays("begins", "chunks"), *(powers or ())
-    found = frame.launch(
-        body,
-        "channel_output",
-        deal,
-        tuple(out_type),
-        scratch,
-        arrays,
-        warpgroups=WARPGROUPS,
-        own_barriers=True,
-    )
+        features_type = jax.ShapeDtypeStruct(q.shape, BF16)
+        out_types |= {"q_features": features_type, "k_features": features_type}
+        out_types["halves"] = jax.ShapeDtypeStruct(both, F32)
+    names = *given, *out_types
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        return Walk(spec, deal, own, **dict(zip(names, refs, strict=True)))
+
+    cast = cast_of(spec)
+    parts = (cast.memory, memory), (cast.features, features), (cast.values, values)
+    storage = storage_of(spec, keeps_features)
+    program = mosaic.Program(mosaic.Roles(cast), storage, parts, bind)
+    name, types, arrays = frame.name_of("channel_output"), tuple(out_types.values()), given.values()
+    found = mosaic.launch(name, program, deal, types, tuple(arrays), own_barriers=True)
     return tuple(found)
+
+
+def memory(walk: Walk) -> None:
+    """Loads a piece and its steps, and stores q^ and k~."""
+    walk.deal.each(functools.partial(load_piece, walk))
+    if walk.keeps_features:
+        plgpu.wait_smem_to_gmem(0)
+
+
+def load_piece(walk: Walk, item: Item) -> None:
+    own, tiling, kv_head = walk.own, walk.tiling, walk.kv_head(item)
+    for half in range(2):
+        head, columns = tiling.head_of(kv_head, half), tiling.columns_of(half)
+        for ref, start in ((walk.z, own.z), (walk.s, own.s)):
+            source = ref.at[item.batch, head, item.piece, columns]  # [64] and [64, F]
+            plgpu.copy_gmem_to_smem(source, start.at[half], own.start.barrier)
+    load_one = functools.partial(load_step, walk, item, kv_head)
+    steps = walk.each_step(item, lambda _: None, load_one)
+    own.gates_ring.drain(steps)
+    own.rows.drain(steps)
+    own.values.drain(steps)
+
+
+def load_step(walk: Walk, item: Item, kv_head: Any, step: Step, carried: None) -> None:
+    own, tiling, spec = walk.own, walk.tiling, walk.spec
+    chunk, rows = step.chunk, item.rows(step.chunk)
+    slot, v_slot = own.rows.slot(step.number), own.values.slot(step.number)
+    gates_slot = own.gates_ring.slot(step.number)
+    own.gates_ring.acquire(step.number)
+    head = channel_blocks.head_of_features(spec, walk.gates, kv_head)
+    for half in range(2):
+        source = tiling.part(walk.gates, item, rows, head, half)  # [64, 64]
+        target = own.gates.at[gates_slot, half]
+        plgpu.copy_gmem_to_smem(source, target, own.gates_ring.produced.at[gates_slot])
+    own.rows.acquire(step.number)
+    if walk.keeps_features:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the features that lay in the slot
+    for ref, tiles, head in ((walk.k, own.k, kv_head), (walk.q, own.q, item.head)):
+        head = channel_blocks.head_of_features(spec, ref, head)
+        tiling.copy_tile(ref, item, rows, head, tiles, slot, own.rows.produced)  # [64, F]
+    if walk.in_float16:
+        source, produced = walk.powers_of_queries, own.rows.produced
+        tiling.copy_vector(source, item, rows, own.powers, slot, produced)  # [64]
+    own.values.acquire(step.number)
+    head = channel_blocks.head_of_values(spec, walk.v, kv_head)
+    for half in range(2):
+        source = tiling.part(walk.v, item, rows, head, half)  # [64, 64]
+        plgpu.copy_gmem_to_smem(source, own.v.at[v_slot, half], own.values.produced.at[v_slot])
+    if walk.keeps_features and step.turn is None:
+        # After the loads of the next chunk, which must not wait for these stores.
+        leave_if(walk, item, chunk > 0, lambda: leave_features(walk, item, chunk - 1))
+        is_last = chunk == item.chunks - 1
+        leave_if(walk, item, is_last, lambda: leave_features(walk, item, chunk))
+
+
+def leave_if(walk: Walk, item: Item, condition: Any, leave: Callable[[], None]) -> None:
+    """Heads that differ in the block of values alone have the same features, and one of them leaves
+    these."""
+    if (is_first := channel_blocks.has_first_values(walk.spec, item.head)) is not None:
+        condition = is_first & condition
+    pl.when(condition)(leave)
+
+
+def leave_features(walk: Walk, item: Item, chunk: Any) -> None:
+    """Stores q^ and k~ of a chunk that is a step, from their slots."""
+    own, spec = walk.own, walk.spec
+    slot, rows = own.rows.slot(chunk), item.rows(chunk)
+    own.mapped.wait(slot)
+    for tiles, ref in ((own.q, walk.q_features), (own.k, walk.k_features)):
+        head = channel_blocks.head_of_features(spec, ref, item.head)
+        walk.tiling.leave_tile(tiles, slot, ref, item, rows, head)
+
+
+def features(walk: Walk, half: int) -> None:
+    """Maps half of q and k in place, keeps half of z, and computes q^_i . z for half of F."""
+    own = walk.own
+    mosaic.store_transposed(own.ones.at[half], mosaic.ones(C, ALIKE, walk.tiling.dtype))
+    channel.store_halves(own.halves.at[half])
+    if half == 0:
+        own.since_middle[...] = channel.since_middle()
+    plgpu.commit_smem()
+    own.weights_stored.arrive()
+    own.weights_stored.wait()
+    walk.deal.each(lambda item: map_piece(walk, half, item))
+    if walk.keeps_features:
+        plgpu.wait_smem_to_gmem(0)
+
+
+def map_piece(walk: Walk, half: int, item: Item) -> None:
+    walk.own.start.wait()
+    z = mosaic.in_columns(load(walk.own.z.at[half], OF_ROWS), ALIKE)  # [64, 8]
+    none = plgpu.layout_cast(jnp.zeros((HALF,), F32), OF_ROWS)
+    walk.each_step(item, lambda _: (z, none), functools.partial(map_step, walk, half, item))
+
+
+def map_step(walk: Walk, half: int, item: Item, step: Step, carried: Any) -> Any:
+    """Carries z's half [64, 8], scaled to the middle row of the step before, and the sum [64] of
+    the gates from there to that step's end."""
+    own, spec, (z, behind) = walk.own, walk.spec, carried
+    borders = walk.borders(item, step.chunk)
+    slot, v_slot = own.rows.slot(step.number), own.values.slot(step.number)
+    since, first, second = sum_gates(walk, half, step, borders)
+    # Its square is the factor of the state, which may underflow in float32.
+    onto = jnp.exp2((behind + first) * 0.5)
+    if spec.normalize:
+        z = chunk_decay.times_squares(z, onto)
+        rounded = walk.times(z, item, half, Power.SUMS).astype(walk.tiling.dtype)
+        mosaic.store_transposed(own.z_rows.at[half], rounded)
+    own.rows.produced.wait(slot)
+    map_rows(walk, half, item, step, slot, since, onto)
+    own.mapped.arrive(slot)
+    if walk.keeps_features and step.turn is None:
+        leave_halves(walk, half, item, step.chunk, (first, second))
+    if spec.normalize:
+        den, z = read_sums(walk, half, slot, Masks(borders, step.turn), z)
+        own.values.produced.wait(v_slot)  # the old den in this slot was read
+        den = walk.times(jnp.sum(den, axis=1) / ALIKE, item, half, Power.OVER_SUMS)
+        own.den.at[v_slot, half][...] = den
+        own.den_known.arrive(v_slot)
+    own.rows.consumed.arrive(slot)
+    return z, second
+
+
+def sum_gates(
+    walk: Walk, half: int, step: Step, borders: Borders
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sums of the gates for half of F: G_i - G_m [64, 64]; and over the first and the second
+    half of the step, [64] each."""
+    own, turn = walk.own, step.turn
+    slot = own.gates_ring.slot(step.number)
+    rounded, halves = own.rounded.at[half], own.halves.at[half]
+    if turn is not None:
+        channel.store_halves(halves, turn)
+    own.gates_ring.produced.wait(slot)
+    channel.round_gates(own.gates.at[slot, half], rounded, borders)
+    plgpu.commit_smem()
+    own.gates_ring.consumed.arrive(slot)
+    weights = own.since_middle if turn is None else channel.since_middle(turn)
+    since, both = multiply(
+        channel.sums_of(weights, rounded), channel.sums_by_channel(rounded, halves)
+    )
+    first, second = channel.halves(both)
+    return since, first, second
+
+
+def map_rows(
+    walk: Walk,
+    half: int,
+    item: Item,
+    step: Step,
+    slot: Any,
+    since: jax.Array,
+    onto: jax.Array,
+) -> None:
+    """Replaces half of q and k by q^ and k~, in float16 times their powers, and stores `onto`."""
+    own, tiling = walk.own, walk.tiling
+    q, k = (tiling.half_of(tiles, slot, half) for tiles in (own.q, own.k))
+    of_q: Any = since
+    if walk.in_float16:
+        powers = load(tiling.rows_in(own.powers, slot, half), OF_ROWS)
+        of_q += mosaic.in_columns(powers, HALF)
+    own.onto.at[slot, pl.ds(half * HALF, HALF)][...] = onto
+    kept: Any = {"for_flows": walk.keeps_features}
+    channel.map_in_place(walk.spec, q, half, of_q, step.turn, **kept)
+    of_k: Any = -since
+    if walk.in_float16:
+        of_k += walk.power_of(item, half, Power.LOG_KEYS)
+    channel.map_in_place(walk.spec, k, half, of_k, step.turn, are_keys=True, **kept)
+    plgpu.commit_smem()
+
+
+def leave_halves(
+    walk: Walk, half: int, item: Item, chunk: Any, both: tuple[jax.Array, jax.Array]
+) -> None:
+    """Writes the sums of the gates over each half of a chunk."""
+    own, tiling = walk.own, walk.tiling
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for number, total in enumerate(both):
+        own.both.at[half, number][...] = total
+    plgpu.commit_smem()
+    head, columns = tiling.head_of(item.head, half), tiling.columns_of(half)
+    at = item.batch, head, lax.div(item.first_row, C) + chunk
+    for number in range(2):
+        target = walk.halves.at[(*at, number, columns)]
+        plgpu.copy_smem_to_gmem(own.both.at[half, number], target)
+
+
+def read_sums(
+    walk: Walk, half: int, slot: Any, masks: Masks, z: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """q^ . z [64, 8] of half of F, in 8 equal columns, and z with the step's keys."""
+    own, tiling, borders = walk.own, walk.tiling, masks.borders
+    q, k = (tiling.half_of(tiles, slot, half) for tiles in (own.q, own.k))
+    ones = own.ones.at[half]
+
+    def store_ones(first: Any = None) -> None:
+        """1 for each key, or for each from row `first` on and 0 for the others."""
+        adds = mosaic.ones(C, ALIKE, tiling.dtype)
+        adds = adds if first is None else mosaic.rows_within(adds, first, None)
+        mosaic.store_transposed(ones, adds)
+        plgpu.commit_smem()
+
+    borders.when_some(lambda: store_ones(masks.adds))
+    den, z = multiply(
+        (mosaic.zeros(C, ALIKE), [(q, own.z_rows.at[half].T)]),
+        (masks.left(z), [(k.T, ones.T)]),
+    )
+    den = borders.either(lambda: masks.reading(den), lambda: den)
+    if walk.has_borders:
+        plgpu.commit_smem()  # all warps have multiplied by it
+    borders.when_some(store_ones)
+    return den, z

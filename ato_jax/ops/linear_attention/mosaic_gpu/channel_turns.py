@@ -21,26 +21,32 @@ from ato_jax.ops.linear_attention.mosaic_gpu.chunk_borders import Borders
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 
 
+class Step(NamedTuple):
+    """A step of an item. If no chunk of the piece is steep, each step is a chunk."""
+
+    number: Any  # counts the steps of the item
+    chunk: Any
+    turn: channel.Turn | None = None  # None where the step is all of its chunk
+    is_last: Any = True  # whether it is the last one of its chunk
+
+
 def each_step(
     steep_ref: Any,
     turns_ref: Any,
     item: Item,
     head: Any,
     start: Callable[[bool], Any],
-    do: Callable[[Any, Any, channel.Turn | None, Any, Any], Any],
+    do: Callable[[Step, Any], Any],
     in_float16: bool = False,
 ) -> Any:
-    """Runs `do(step, chunk, turn, is_last, carried)` for each step of an item, and returns the
-    number of steps.
+    """Runs `do(step, carried)` for each step of an item, and returns the number of steps.
 
-    `carried` is the result of `do` in the step before, and `start(in_turns)` in the first one. If
-    no chunk of the piece is steep, each step is a chunk, and `turn` is None. `is_last` says whether
-    the step is the last one of its chunk.
+    `carried` is the result of `do` in the step before, and `start(in_turns)` in the first one.
     """
 
     def whole() -> Any:
         def one(chunk: Any, carried: Any) -> Any:
-            return do(chunk, chunk, None, True, carried)
+            return do(Step(chunk, chunk), carried)
 
         lax.fori_loop(0, item.chunks, one, start(False))
         return item.chunks
@@ -52,7 +58,7 @@ def each_step(
 
             def one(number: Any, inner: Any) -> Any:
                 turn = channel.turn_of(number, turns, in_float16)
-                return do(before + number, chunk, turn, number == turns - 1, inner)
+                return do(Step(before + number, chunk, turn, number == turns - 1), inner)
 
             return before + turns, lax.fori_loop(0, turns, one, inner)
 
