@@ -35,6 +35,7 @@ from ato_jax import mosaic
 from ato_jax.ops.linear_attention.alignment import runs_of_keys
 from ato_jax.ops.linear_attention.mosaic_gpu import channel, channel_blocks, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient import channel_key_gradient
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_key_gradient_storage import Arrays
 from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient import channel_query_gradient
 from ato_jax.ops.linear_attention.mosaic_gpu.query_sums import channel_query_sums
 from ato_jax.ops.linear_attention.scans.borders import of_sequence
@@ -144,9 +145,9 @@ def gradients(
         d_state = LinearState(*(channel.times_rest(x, scale_rest) for x in first_sums))
         r, u = r[:, :, 1:], u[:, :, 1:]
     r = jnp.swapaxes(r.astype(jnp.bfloat16), 3, 4)
-    of_keys, dv, crossing = channel_key_gradient(
-        spec, deal, q, k, v, g, inverse, e, r, u, factors.of_queries, kv, k_sum, borders
-    )
+    rows, sums = (q, k, v, g, inverse, e), (r, u, factors.of_queries)
+    arrays_of_keys = Arrays(*rows, *sums, kv, borders.ends, borders.chunks, k_sum)
+    of_keys, dv, crossing = channel_key_gradient(spec, deal, arrays_of_keys)
     dtype = v.dtype
     if isinstance(spec, channel_blocks.Cut):
         # Where rows see both sides, dk and dv stay in float32 until XLA has added the two walks.
