@@ -25,6 +25,7 @@ from ato_jax.mosaic import ALIKE, F32, HALF
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.sums import piece_sums
+from ato_jax.ops.linear_attention.mosaic_gpu.sums_storage import Arrays, Terms
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 
@@ -84,10 +85,9 @@ def query_sums(
         e = mosaic.load(e_ref, mosaic.OF_ROWS)
         spread(e if units is None else e / units[1], minus_e_ref)
 
-    vectors = [inverse, e] if gates is None else [inverse, e, gates]
-    options: dict[str, Any] = dict(lengths=lengths, units=units, within=reading)
-    name = "query_sums"
-    return piece_sums(spec, deal, name, q, g, vectors, map_rows, mosaic.PARTS, **options)
+    vectors = (inverse, e) if gates is None else (inverse, e, gates)
+    arrays = Arrays(q, g, vectors, units=units, lengths=lengths, within=reading)
+    return piece_sums(spec, deal, Terms("query_sums", map_rows, mosaic.PARTS), arrays)
 
 
 def channel_query_sums(
@@ -122,7 +122,5 @@ def channel_query_sums(
         since = mosaic.in_rows(mosaic.load(own, mosaic.OF_COLUMNS), C)
         q_ref[...] = mosaic.rounded(mosaic.load(q_ref).astype(F32) * inverse * since)
 
-    vectors = [inverse, e, since]
-    name = "channel_query_sums"
-    arrays = q, g, vectors, map_rows, mosaic.PARTS, weigh
-    return piece_sums(spec, deal, name, *arrays, within=reading)
+    terms = Terms("channel_query_sums", map_rows, mosaic.PARTS, weigh)
+    return piece_sums(spec, deal, terms, Arrays(q, g, (inverse, e, since), within=reading))

@@ -2,22 +2,52 @@
 
     S = sum_j v_j phi(k_j)^T [V, F],  z = sum_j phi(k_j) [F]
 
-`causal.py` launches it; `scans/edges.py` adds the pieces up to the state ahead of
-each, which `output.py` reads. `query_sums.py` launches the same kernel, `piece_sums`, for queries.
+`causal.py` launches it; `scans/edges.py` adds the pieces up to the state ahead of each, which
+`output.py` reads. `query_sums.py` launches the same kernel, `piece_sums`, for queries. In general
+the kernel has rows x and y, and factors a [C, 8] of the rows of each chunk, and sums
 
-    memory    loads chunks of k and v
-    features  two warpgroups with half of F each: they map k in place
-    values    two warpgroups with half of V each: they keep S in registers, and half of F of z
+    total = sum_j y_j phi_j^T [V, F],  columns = sum_jc a_jc phi_j / of_columns [F]
 
-With a decay the sums are scaled to the end of the piece. Where a tile holds two heads of 64
-columns, each half is a head with sums of its own; features then sums z, since values has as many
-steps as with one head, for half of the products. Where a tile of one head lies in two blocks
-(`Tiling.parts_in`), so do the sums.
+where phi is x as mapped by `Terms.map_rows`, which also stores a. A product has at least 8 columns,
+so a has 8. For keys each of them is 1 and `of_columns` is 8.
+
+`sums_storage.py` has the shared memory; read `ato_jax/mosaic/rings.py` and `roles.py` for the kit.
+Warpgroups, and the barriers between them:
+
+    MEMORY (2)   loads chunks as slots of `rows` come free, across pieces
+      |    |
+      |    +--------- y_loaded ------------------------------------+
+      |  rows: x and vectors loaded                                |
+      v                                                            |
+    FEATURES (3, 4)   half of F each: maps x in place, stores a    |
+      |  mapped: phi and a lie in the slot                         |
+      v                                                            v
+    VALUES (0, 1)   half of V each: total_half [64, F] in registers, and of columns half of F
+
+MEMORY loads a slot again when VALUES has consumed it, and FEATURES, if FEATURES computes columns.
+That is so in two cases: a tile holds two heads of 64 columns, or the sum is over x as loaded
+(`Terms.weigh`).
+
+    symbol         shape            what it is
+    x, y           [64, F], [64, V] a chunk's rows: k and v, or q and g
+    phi            [64, F]          x as mapped, in the place of x
+    a              [64, 8]          factors of rows; shared memory holds a^T
+    vectors        [N] each         numbers of a chunk: decays, normalisers, ..
+    total          [V, F]           the first sum
+    columns        [F]              the second sum; [F, 8] until it is stored
+
+With a decay `map_rows` scales phi to the end of the piece, or for queries to its start. In float16
+it divides queries' phi and a by units of their chunk (`Arrays.units`), and both sums are kept in
+the units of the chunk that was added last.
+
+Where a tile holds two heads, each half is a head with sums of its own. Where a tile of one head
+lies in two blocks (`Tiling.parts_in`), so does total.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,19 +57,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import ALIKE, F32, HALF, Item
-from ato_jax.ops.linear_attention.mosaic_gpu import (
-    channel_blocks,
-    chunk_borders,
-    feature_maps,
-    frame,
-)
+from ato_jax.mosaic import ALIKE, F32, HALF, Item, load, multiply
+from ato_jax.ops.linear_attention.mosaic_gpu import channel_blocks, feature_maps, frame
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
+from ato_jax.ops.linear_attention.mosaic_gpu.sums_storage import (
+    FEATURES,
+    MEMORY,
+    ROLES,
+    VALUES,
+    Arrays,
+    Storage,
+    Terms,
+    Walk,
+    storage_of,
+    widths_of,
+)
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
-
-STAGES = 4
-WARPGROUPS = 5
-VALUES_REGISTERS, FEATURES_REGISTERS = 160, 64
 
 
 def sums(
@@ -63,251 +96,184 @@ def sums(
         mosaic.store_transposed(adds_ref, adds)
         exponents = None
         if gates_ref is not None:
-            exponents = mosaic.load(gates_ref, mosaic.OF_ROWS)
+            exponents = load(gates_ref, mosaic.OF_ROWS)
         feature_maps.map_keys_in_place(spec, k_ref, half, exponents, power)
 
-    vectors = [] if gates is None else [gates]
-    options: dict[str, Any] = dict(lengths=lengths, within=adding, powers=powers)
-    return piece_sums(spec, deal, "sums", k, v, vectors, map_rows, ALIKE, **options)
+    vectors = () if gates is None else (gates,)
+    arrays = Arrays(k, v, vectors, lengths=lengths, within=adding, powers=powers)
+    return piece_sums(spec, deal, Terms("sums", map_rows, of_columns=ALIKE), arrays)
 
 
 def piece_sums(
-    spec: LinearAttentionSpec,
-    deal: mosaic.Deal,
-    name: str,
-    x: jax.Array,
-    y: jax.Array,
-    vectors: Sequence[jax.Array],
-    map_rows: Callable[..., None],
-    of_columns: int,
-    weigh: Callable[..., jax.Array] | None = None,
-    lengths: jax.Array | None = None,
-    units: tuple[jax.Array, jax.Array] | None = None,
-    within: jax.Array | None = None,
-    powers: jax.Array | None = None,
+    spec: LinearAttentionSpec, deal: mosaic.Deal, terms: Terms, arrays: Arrays
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel. It returns sum_j y_j phi_j^T [B, heads, P, V, D], and the sum over 8
-    columns c of sum_j a_jc phi_j, divided by `of_columns`; both in float32.
+    """Launches the kernel, and returns total [B, heads, P, V, D] and columns [B, heads, P, D], both
+    in float32."""
+    operands, structure = jax.tree.flatten(arrays)
 
-    Args:
-      vectors: [B, heads, N for each chunk] in float32. `map_rows` gets the N numbers of a chunk for
-        the head of its half; [B, G, ..] where the heads are groups of query heads.
-      map_rows: a function of (0 or 1, that half of x's columns, a^T, *vectors), all in shared
-        memory, which replaces x by phi and stores a.
-      of_columns: the divisor of the second sum.
-      weigh: a function of (0 or 1, a^T, *vectors) that stores a before; the second sum is then over
-        a_jc x_j, for x as loaded, times the numbers that it returns for the half's columns.
-      lengths: [B] int32; rows of x and y behind them count as 0.
-      units: in float16, of phi and of a, [B, heads, chunks] each, which `map_rows` is given, too:
-        it divides by them. Sums are kept in the units of the last chunk.
-      within: [B, P, 2] int32, the rows of each piece that are summed, where not all are: the first
-        one, and the one behind the last.
-      powers: [B, heads], of which `map_rows` is given its head's.
-    """
-    tiling = frame.tiling(spec)
-    heads = frame.heads_of_tile(spec)
-    by_values = weigh is None and heads == 1
-    widths = [vector.shape[2] // pl.cdiv(spec.T, C) for vector in vectors]
-    scratch = dict(
-        x_s=tiling.tiles(STAGES),
-        y_s=tiling.of_rows(STAGES, 2, C, HALF),
-        a_s=tiling.shared(STAGES, 2, ALIKE, C),
-        total_s=tiling.shared(2, HALF, spec.D, dtype=F32),
-        columns_s=plgpu.SMEM((2, HALF), F32),
-        loaded=plgpu.Barrier(
-            num_arrivals=tiling.blocks + heads * len(vectors), num_barriers=STAGES
-        ),
-        y_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        free=plgpu.Barrier(num_arrivals=2 if by_values else 4, num_barriers=STAGES),
-    )
-    names = [f"vector_{number}_s" for number in range(len(vectors))]
-    for own_name, width in zip(names, widths, strict=True):
-        scratch[own_name] = plgpu.SMEM((STAGES, heads * width), F32)
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        *given, total, columns = refs
+        return Walk(spec, deal, terms, jax.tree.unflatten(structure, given), total, columns, own)
 
-    def body(
-        x_ref: Any,
-        y_ref: Any,
-        *refs: Any,
-        x_s: Any,
-        y_s: Any,
-        a_s: Any,
-        total_s: Any,
-        columns_s: Any,
-        loaded: Any,
-        y_loaded: Any,
-        mapped: Any,
-        free: Any,
-        **vectors_s: Any,
-    ) -> None:
-        *given, total_ref, columns_ref = refs
-        vector_refs = given[: len(vectors_s)]
-        unit_refs = given[len(vectors_s) : len(vectors_s) + 2] if units else ()
-        powers_ref = None if powers is None else given.pop()
-        within_ref = None if within is None else given.pop()
-        lengths_ref = None if lengths is None else given[-1]
-
-        def each(do: Callable[[Item], None]) -> Any:
-            if within_ref is None:
-                return deal.each(do)
-            return deal.each(do, cut=lambda item: chunk_borders.cut_to(within_ref, item))
-
-        def units_of(item: Item, half: Any, chunk: Any) -> tuple[Any, ...]:
-            """The units of phi and of a in this chunk."""
-            number, head = lax.div(item.first_row, C) + chunk, tiling.head_of(item.head, half)
-            return tuple(ref[item.batch, head, number] for ref in unit_refs)
-
-        def units_before(item: Item, half: Any, chunk: Any) -> tuple[Any, ...]:
-            return units_of(item, half, jnp.maximum(chunk - 1, 0))
-
-        def load_piece(item: Item) -> None:
-            def load_chunk(chunk: Any, _: None) -> None:
-                step, rows = item.before + chunk, item.rows(chunk)
-                slot = mosaic.slot_of(step, STAGES)
-                mosaic.wait_until_free(free, step, STAGES)
-                x_head = channel_blocks.head_of_features(spec, x_ref, item.head)
-                tiling.copy_tile(x_ref, item, rows, x_head, x_s, slot, loaded)
-                number = item.number_of(chunk)
-                for ref, own_name, width in zip(vector_refs, names, widths, strict=True):
-                    columns, own = pl.ds(number * width, width), vectors_s[own_name]
-                    at = item
-                    if ref.shape[1] < deal.heads * heads:
-                        at = item._replace(head=frame.head_of_keys(spec, item.head))
-                    tiling.copy_vector(ref, at, columns, own, slot, loaded)
-                y_head = channel_blocks.head_of_values(spec, y_ref, item.head)
-                for half in range(2):
-                    source = tiling.part(y_ref, item, rows, y_head, half)
-                    target = mosaic.for_copy(y_s.at[slot, half])
-                    plgpu.copy_gmem_to_smem(source, target, y_loaded.at[slot])
-
-            lax.fori_loop(0, item.chunks, load_chunk, None)
-
-        def map_piece(item: Item, half: int) -> None:
-            def map_chunk(chunk: Any, columns: jax.Array) -> jax.Array:
-                slot = mosaic.slot_of(item.before + chunk, STAGES)
-                plgpu.barrier_wait(loaded.at[slot])
-                x, a = tiling.half_of(x_s, slot, half), a_s.at[slot, half]
-                vectors = [
-                    tiling.by_heads(vectors_s[own_name].at[slot])[half % heads]
-                    for own_name in names
-                ]
-                if weigh is not None and within_ref is not None:
-                    chunk_borders.keep_within(within_ref, item, chunk, x)
-                if weigh is not None:
-                    factors = mosaic.in_columns(weigh(half, a, *vectors), ALIKE)
-                    plgpu.commit_smem()
-                    (own_columns,) = mosaic.multiply((mosaic.zeros(HALF, ALIKE), [(x.T, a.T)]))
-                    columns = columns + own_columns * factors
-                given_units: Any = {"units": units_of(item, half, chunk)} if units else {}
-                if powers_ref is not None:
-                    head = tiling.head_of(item.head, half)
-                    given_units["power"] = powers_ref[item.batch, head]
-                map_rows(half, x, a, *vectors, **given_units)
-                mosaic.keep_rows(x, item.rows_within(chunk, lengths_ref))
-                if within_ref is not None and weigh is None:
-                    chunk_borders.keep_within(within_ref, item, chunk, x)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(mapped.at[slot])
-                if by_values:
-                    return columns
-                if units:
-                    columns *= ratios(item, half, chunk)[1]
-                if weigh is None:
-                    (columns,) = mosaic.multiply((columns, [(x.T, a.T)]))
-                plgpu.barrier_arrive(free.at[slot])
-                return columns
-
-            columns = lax.fori_loop(0, item.chunks, map_chunk, mosaic.zeros(HALF, ALIKE))
-            if not by_values:
-                leave_columns(item, half, columns * last_units(item, half)[1] if units else columns)
-
-        def ratios(item: Item, half: Any, chunk: Any) -> tuple[Any, Any]:
-            """From the units of the sums before the chunk to its own."""
-            (of_x, of_a), (own_x, own_a) = (
-                units_before(item, half, chunk),
-                units_of(item, half, chunk),
-            )
-            return of_x / own_x, of_x / own_x * (of_a / own_a)
-
-        def last_units(item: Item, half: Any) -> tuple[Any, Any]:
-            of_x, of_a = units_of(item, half, item.chunks - 1)
-            return of_x, of_x * of_a
-
-        def leave_columns(item: Item, half: Any, columns: jax.Array) -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            columns_s.at[half][...] = jnp.sum(columns, axis=1) * (1 / of_columns)
-            plgpu.commit_smem()
-            head = tiling.head_of(item.head, half)
-            target = columns_ref.at[item.batch, head, item.piece, tiling.columns_of(half)]
-            plgpu.copy_smem_to_gmem(columns_s.at[half], target)
-
-        def multiply_piece(item: Item) -> None:
-            half = mosaic.group()
-
-            def multiply_chunk(chunk: Any, sums: list[jax.Array]) -> list[jax.Array]:
-                slot = mosaic.slot_of(item.before + chunk, STAGES)
-                plgpu.barrier_wait(y_loaded.at[slot])
-                plgpu.barrier_wait(mapped.at[slot])
-                y = y_s.at[slot, half]
-                products = [(y.T, x) for x in tiling.parts_in(x_s, slot, half)]
-                if lengths_ref is not None:
-                    mosaic.keep_rows(y, item.rows_within(chunk, lengths_ref))
-                    plgpu.commit_smem()
-                if by_values:
-                    own = tiling.half_of(x_s, slot, half)
-                    products.append((own.T, a_s.at[slot, half].T))
-                if units:
-                    sums = times(sums, ratios(item, half, chunk))
-                pairs = zip(sums, products, strict=True)
-                found = mosaic.multiply(*((before, [factors]) for before, factors in pairs))
-                plgpu.barrier_arrive(free.at[slot])
-                return list(found)
-
-            def times(sums: list[jax.Array], factors: tuple[Any, Any]) -> list[jax.Array]:
-                return [x * factors[number == len(parts)] for number, x in enumerate(sums)]
-
-            parts = tiling.parts_of(total_s.at[half])
-            start = [mosaic.zeros(HALF, part.shape[1]) for part in parts]
-            if by_values:
-                start.append(mosaic.zeros(HALF, ALIKE))
-            found = lax.fori_loop(0, item.chunks, multiply_chunk, start)
-            if units:
-                found = times(found, last_units(item, half))
-            if by_values:
-                leave_columns(item, half, found.pop())
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for part, total in zip(parts, found, strict=True):
-                part[...] = total
-            plgpu.commit_smem()
-            head = tiling.head_of(item.head, half)
-            target = total_ref.at[item.batch, head, item.piece, tiling.columns_of(half)]
-            plgpu.copy_smem_to_gmem(total_s.at[half], target)
-
-        @pl.when(mosaic.group() == frame.MEMORY)
-        def _memory() -> None:
-            mosaic.set_registers(mosaic.MEMORY_REGISTERS, WARPGROUPS)
-            steps = each(load_piece)
-            mosaic.await_the_last(free, steps, STAGES)
-
-        for half in range(2):
-
-            @pl.when(mosaic.group() == frame.FEATURES + half)
-            def _features(half: int = half) -> None:
-                mosaic.set_registers(FEATURES_REGISTERS, WARPGROUPS)
-                each(lambda item: map_piece(item, half))
-                plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(mosaic.group() < frame.MEMORY)
-        def _values() -> None:
-            mosaic.set_registers(VALUES_REGISTERS, WARPGROUPS)
-            each(multiply_piece)
-            plgpu.wait_smem_to_gmem(0)
-
-    of_pieces = deal.B, deal.heads * heads, deal.pieces
+    parts = (MEMORY, memory), (FEATURES, features), (VALUES, values)
+    program = mosaic.Program(ROLES, storage_of(spec, terms, arrays), parts, bind)
+    of_pieces = deal.B, deal.heads * frame.heads_of_tile(spec), deal.pieces
     out_type = (
         jax.ShapeDtypeStruct((*of_pieces, spec.V, spec.D), F32),
         jax.ShapeDtypeStruct((*of_pieces, spec.D), F32),
     )
-    arrays = [x, y, *vectors, *(units or ())]
-    arrays += [array for array in (lengths, within, powers) if array is not None]
-    return frame.launch(body, name, deal, out_type, scratch, arrays, warpgroups=WARPGROUPS)
+    found: tuple[jax.Array, jax.Array] = mosaic.launch(
+        frame.name_of(terms.name), program, deal, out_type, operands
+    )
+    return found
+
+
+def memory(walk: Walk) -> None:
+    """Loads chunks."""
+    steps = walk.each(functools.partial(load_piece, walk))
+    walk.own.rows.drain(steps)
+
+
+def load_piece(walk: Walk, item: Item) -> None:
+    lax.fori_loop(0, item.chunks, lambda chunk, _: load_chunk(walk, item, chunk), None)
+
+
+def load_chunk(walk: Walk, item: Item, chunk: Any) -> None:
+    own, arrays, tiling, spec = walk.own, walk.arrays, walk.tiling, walk.spec
+    step, rows, produced = item.before + chunk, item.rows(chunk), own.rows.produced
+    slot = own.rows.slot(step)
+    own.rows.acquire(step)
+    x_head = channel_blocks.head_of_features(spec, arrays.x, item.head)
+    tiling.copy_tile(arrays.x, item, rows, x_head, own.x, slot, produced)  # [64, F]
+    number, widths = item.number_of(chunk), widths_of(spec, arrays)
+    for ref, target, width in zip(arrays.vectors, own.vectors, widths, strict=True):
+        columns, of_vector = pl.ds(number * width, width), item
+        if ref.shape[1] < walk.deal.heads * tiling.heads:
+            of_vector = item._replace(head=frame.head_of_keys(spec, item.head))
+        tiling.copy_vector(ref, of_vector, columns, target, slot, produced)  # [N]
+    y_head = channel_blocks.head_of_values(spec, arrays.y, item.head)
+    for half in range(2):
+        source = tiling.part(arrays.y, item, rows, y_head, half)  # [64, 64]
+        target = mosaic.for_copy(own.y.at[slot, half])
+        plgpu.copy_gmem_to_smem(source, target, own.y_loaded.at[slot])
+
+
+def features(walk: Walk, half: int) -> None:
+    """Maps half of x's columns in place; computes the same half of columns, unless VALUES does."""
+    walk.each(functools.partial(map_piece, walk, half))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def map_piece(walk: Walk, half: int, item: Item) -> None:
+    one = functools.partial(map_chunk, walk, half, item)
+    columns = lax.fori_loop(0, item.chunks, one, mosaic.zeros(HALF, ALIKE))
+    if walk.values_sum_columns:
+        return
+    if walk.arrays.units is not None:
+        columns = columns * walk.last_units(item, half)[1]
+    leave_columns(walk, half, item, columns)
+
+
+def map_chunk(walk: Walk, half: int, item: Item, chunk: Any, columns: jax.Array) -> jax.Array:
+    """Carries half of columns [64, 8]; 0 where VALUES computes it."""
+    own, arrays, terms = walk.own, walk.arrays, walk.terms
+    slot = own.rows.slot(item.before + chunk)
+    own.rows.produced.wait(slot)
+    x, a = walk.tiling.half_of(own.x, slot, half), own.a.at[slot, half]
+    vectors = [
+        walk.tiling.by_heads(vector.at[slot])[half % walk.tiling.heads] for vector in own.vectors
+    ]
+    if terms.weigh is not None:
+        walk.keep_within(item, chunk, x)
+        factors = mosaic.in_columns(terms.weigh(half, a, *vectors), ALIKE)
+        plgpu.commit_smem()
+        (own_columns,) = multiply((mosaic.zeros(HALF, ALIKE), [(x.T, a.T)]))
+        columns = columns + own_columns * factors
+    of_float16: dict[str, Any] = {}
+    if arrays.units is not None:
+        of_float16["units"] = walk.units_of(item, half, chunk)
+    if arrays.powers is not None:
+        head = walk.tiling.head_of(item.head, half)
+        of_float16["power"] = arrays.powers[item.batch, head]
+    terms.map_rows(half, x, a, *vectors, **of_float16)
+    mosaic.keep_rows(x, item.rows_within(chunk, arrays.lengths))
+    if terms.weigh is None:
+        walk.keep_within(item, chunk, x)
+    plgpu.commit_smem()
+    own.mapped.arrive(slot)
+    if walk.values_sum_columns:
+        return columns
+    if arrays.units is not None:
+        columns *= walk.onto_units(item, half, chunk)[1]
+    if terms.weigh is None:
+        (columns,) = multiply((columns, [(x.T, a.T)]))
+    own.rows.consumed.arrive(slot)
+    return columns
+
+
+def leave_columns(walk: Walk, half: Any, item: Item, columns: jax.Array) -> None:
+    """Stores half of columns, [64, 8]."""
+    own = walk.own.columns.at[half]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    own[...] = jnp.sum(columns, axis=1) * (1 / walk.terms.of_columns)
+    plgpu.commit_smem()
+    head = walk.tiling.head_of(item.head, half)
+    target = walk.columns.at[item.batch, head, item.piece, walk.tiling.columns_of(half)]
+    plgpu.copy_smem_to_gmem(own, target)
+
+
+def values(walk: Walk) -> None:
+    """Computes half of total's rows, and half of columns where FEATURES does not."""
+    walk.each(functools.partial(multiply_piece, walk))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def multiply_piece(walk: Walk, item: Item) -> None:
+    half, tiling, own = mosaic.group(), walk.tiling, walk.own.total
+    parts = tiling.parts_of(own.at[half])
+    sums = [mosaic.zeros(HALF, part.shape[1]) for part in parts]
+    if walk.values_sum_columns:
+        sums.append(mosaic.zeros(HALF, ALIKE))
+    sums = lax.fori_loop(0, item.chunks, functools.partial(add_chunk, walk, half, item), sums)
+    if walk.arrays.units is not None:
+        sums = times(walk, sums, walk.last_units(item, half))
+    if walk.values_sum_columns:
+        leave_columns(walk, half, item, sums.pop())
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for part, total in zip(parts, sums, strict=True):
+        part[...] = total
+    plgpu.commit_smem()
+    head = tiling.head_of(item.head, half)
+    target = walk.total.at[item.batch, head, item.piece, tiling.columns_of(half)]
+    plgpu.copy_smem_to_gmem(own.at[half], target)
+
+
+def add_chunk(
+    walk: Walk, half: Any, item: Item, chunk: Any, sums: list[jax.Array]
+) -> list[jax.Array]:
+    """Carries half of total [64, F], in parts, and behind them, where VALUES computes it, half of
+    columns [64, 8]."""
+    own, tiling, lengths = walk.own, walk.tiling, walk.arrays.lengths
+    slot = own.rows.slot(item.before + chunk)
+    own.y_loaded.wait(slot)
+    own.mapped.wait(slot)
+    y = own.y.at[slot, half]
+    products = [(y.T, x) for x in tiling.parts_in(own.x, slot, half)]
+    if lengths is not None:
+        mosaic.keep_rows(y, item.rows_within(chunk, lengths))
+        plgpu.commit_smem()
+    if walk.values_sum_columns:
+        products.append((tiling.half_of(own.x, slot, half).T, own.a.at[slot, half].T))
+    if walk.arrays.units is not None:
+        sums = times(walk, sums, walk.onto_units(item, half, chunk))
+    found = multiply(*((before, [pair]) for before, pair in zip(sums, products, strict=True)))
+    own.rows.consumed.arrive(slot)
+    return list(found)
+
+
+def times(walk: Walk, sums: list[jax.Array], factors: tuple[Any, Any]) -> list[jax.Array]:
+    """What `add_chunk` carries, times a factor of total and one of columns."""
+    of_total, of_columns = factors
+    if not walk.values_sum_columns:
+        return [part * of_total for part in sums]
+    return [*(part * of_total for part in sums[:-1]), sums[-1] * of_columns]
