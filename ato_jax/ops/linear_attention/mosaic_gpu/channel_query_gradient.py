@@ -21,9 +21,32 @@ the power of two in the scale, and D_i is multiplied by the rest (`channel.parts
 Where segments begin in a chunk (`chunk_borders.py`), masks apply to w and to what is read of S and
 z, and then to the features that are added to S and z: products that run one after the other.
 
-    memory    loads S and z of a piece, and its chunks
-    values    two warpgroups with half of F each: S_half^T [64, V] in registers, w, and the same
-              half of D and z_i
+A block has one piece. `channel_query_gradient_storage.py` has the shared memory; read
+`ato_jax/mosaic/rings.py` and `roles.py` for the kit. Warpgroups, and the barriers between them:
+
+    MEMORY (2)   loads S and z of the piece, and its chunks as slots come free
+      |  start_loaded: S, z and ones, once
+      |  values: g and v, and inverse and e where they are given
+      |  keys: k~, and the factors onto the chunk's middle row
+      |  queries: q^
+      |  inputs: x, of which phi' is computed
+      v
+    VALUES (0, 1)   half of F each: S_half^T [64, V] float32 in registers, w, and the same half of
+                    D and z_i
+         exchanged: both halves have stored their terms of q^_i . D_i and q^_i . z_i
+
+Only VALUES consumes the rings: `values` and `keys` after the products, `inputs` when dq is in
+shared memory, and a slot of `queries` when the copy of dq from it has been made, a chunk later.
+
+    symbol         shape       what it is
+    x, q, k        [64, F]     a chunk's queries, q^ and k~
+    g, v           [64, V]     a chunk's rows
+    S, z           [V, F], [F] the state ahead of the chunk, or behind it once it is updated; in
+                               registers S^T, and z as `totals` [64, 8] with 8 equal columns
+    onto           [F]         square root of the factor of S and z between two middle rows
+    w              [64, 64]    g_i . v_j of the chunk's pairs
+    D, z_i         [64, F]     as above
+    inverse, e     [64]        as above
 
 Where a tile holds two heads of 64 columns, each half is a head with its own g, v and w. The two
 warpgroups then exchange nothing, and each writes inverse and e.
@@ -33,7 +56,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,19 +82,25 @@ from ato_jax.mosaic import (
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     channel,
     channel_blocks,
-    chunk_borders,
     chunk_decay,
     feature_maps,
     frame,
 )
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F
+from ato_jax.ops.linear_attention.mosaic_gpu.channel_query_gradient_storage import (
+    MEMORY,
+    ROLES,
+    VALUES,
+    Arrays,
+    Chunk,
+    Half,
+    Left,
+    Storage,
+    Walk,
+    storage_of,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.scans.borders import NO_BORDERS, OfSequence
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
-
-# Slots of g and v, of q, and of k.
-STAGES, Q_STAGES, K_STAGES = 2, 2, 2
-WARPGROUPS = 3
-VALUES_REGISTERS, MEMORY_REGISTERS = 232, 40
 
 
 class Factors(NamedTuple):
@@ -90,8 +119,201 @@ class Factors(NamedTuple):
         return mosaic.in_rows(load(self.z, OF_COLUMNS), C)
 
 
-def ones_where(seen: jax.Array) -> jax.Array:
-    return jnp.where(seen, 1.0, 0.0).astype(BF16)
+def channel_query_gradient(
+    spec: LinearAttentionSpec,
+    deal: mosaic.Deal,
+    x: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    s: jax.Array,
+    z: jax.Array,
+    onto: jax.Array,
+    weights: tuple[jax.Array, jax.Array] | None = None,
+    borders: OfSequence = NO_BORDERS,
+) -> tuple[jax.Array, ...]:
+    """Launches the kernel. It returns dq; the flow; inverse and e, [B, H, T up to a whole chunk];
+    and ahead of each run S^T [B, H, runs, D, V] in bfloat16 and, with a normaliser, z [B, H, runs,
+    D].
+
+    Args:
+      x: the queries.
+      q, k: q^ and k~.
+      s, z: S^T and z ahead of each piece.
+      onto: `Factors.of_keys` of `channel_backward.py`, [B, H, chunks * D].
+      weights: inverse and e, if heads are cut and the kernel cannot compute them
+        (`channel_blocks.py`).
+    """
+    deal = dataclasses.replace(deal, most_blocks=deal.items)
+    ones = np.ones((ALIKE, C), BF16)
+    of_segments = borders.begins, borders.chunks
+    arrays = Arrays(x, q, k, v, g, s, z, onto, ones, *of_segments, *(weights or ()))
+    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
+    of_runs = spec.B, spec.H, pl.cdiv(spec.T, channel.RUN)
+    of_features = channel_blocks.shape_of_heads(spec, q)
+    types = Left(
+        jax.ShapeDtypeStruct(of_features, BF16),
+        jax.ShapeDtypeStruct(of_features, F32),
+        jax.ShapeDtypeStruct((*of_runs, spec.D, spec.V), BF16),
+    )
+    if spec.normalize:
+        types = types._replace(k_sum=jax.ShapeDtypeStruct((*of_runs, spec.D), F32))
+    if spec.normalize and weights is None:
+        types = types._replace(inverse=rows, e=rows)
+    (operands, of_arrays), (out_type, of_types) = map(jax.tree.flatten, (arrays, types))
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        given, left = refs[: len(operands)], refs[len(operands) :]
+        named = jax.tree.unflatten(of_arrays, given), jax.tree.unflatten(of_types, left)
+        return Walk(spec, deal, *named, own)
+
+    parts = (MEMORY, memory), (VALUES, values)
+    program = mosaic.Program(ROLES, storage_of(spec, weights is not None), parts, bind)
+    name = frame.name_of("channel_query_gradient")
+    found = mosaic.launch(name, program, deal, tuple(out_type), operands, own_barriers=True)
+    left = jax.tree.unflatten(of_types, found)
+    inverse, e = weights or (left.inverse, left.e)
+    if not spec.normalize:
+        power, _ = channel.parts_of_scale(spec)
+        inverse, e = jnp.full(rows.shape, power, F32), jnp.zeros(rows.shape, F32)
+    return left.dq, left.flow, inverse, e, left.kv, left.k_sum
+
+
+def memory(walk: Walk) -> None:
+    """Loads a piece and its chunks."""
+    walk.deal.each(functools.partial(load_piece, walk))
+
+
+def load_piece(walk: Walk, item: Item) -> None:
+    own, arrays, tiling = walk.own, walk.arrays, walk.tiling
+    plgpu.copy_gmem_to_smem(arrays.ones, own.ones, own.start_loaded.barrier)
+    for half in range(2):
+        head, columns = tiling.head_of(item.head, half), tiling.columns_of(half)
+        for ref, start in ((arrays.z, own.z), (arrays.s, own.s)):
+            source = ref.at[item.batch, head, item.piece, columns]  # [64], and [64, V]
+            plgpu.copy_gmem_to_smem(source, start.at[half], own.start_loaded.barrier)
+    lax.fori_loop(0, item.chunks, lambda chunk, _: load_chunk(walk, item, chunk), None)
+    for ring in (own.values, own.keys, own.queries, own.inputs):
+        ring.drain(item.chunks)
+
+
+def load_chunk(walk: Walk, item: Item, chunk: Any) -> None:
+    own, arrays, tiling, spec = walk.own, walk.arrays, walk.tiling, walk.spec
+    rows = item.rows(chunk)
+    number = lax.div(item.first_row, C) + chunk
+    slot, q_slot = own.values.slot(chunk), own.queries.slot(chunk)
+    k_slot = own.keys.slot(chunk)
+    own.values.acquire(chunk)
+    produced = own.values.produced
+    for ref, tiles in ((arrays.g, own.g), (arrays.v, own.v)):
+        head = channel_blocks.head_of_values(spec, ref, item.head)
+        tiling.copy_tile(ref, item, rows, head, tiles, slot, produced)  # [64, V]
+    for n, ref in enumerate((arrays.inverse, arrays.e) if walk.given else ()):
+        tiling.copy_vector(ref, item, rows, own.weights.at[n], slot, produced)  # [64]
+    own.keys.acquire(chunk)
+    columns = pl.ds(number * spec.D, spec.D)
+    tiling.copy_vector(arrays.onto, item, columns, own.onto, k_slot, own.keys.produced)  # [F]
+    head = channel_blocks.head_of_features(spec, arrays.k, item.head)
+    for half in range(2):
+        source = tiling.part(arrays.k, item, rows, head, half)  # [64, 64]
+        plgpu.copy_gmem_to_smem(source, own.k.at[k_slot, half], own.keys.produced.at[k_slot])
+    own.queries.acquire(chunk)
+    for half in range(2):
+        source = tiling.part(arrays.q, item, rows, head, half)  # [64, 64]
+        plgpu.copy_gmem_to_smem(source, own.q.at[q_slot, half], own.queries.produced.at[q_slot])
+    own.inputs.acquire(chunk)
+    for half in range(2):
+        source = tiling.part(arrays.x, item, rows, head, half)  # [64, 64]
+        plgpu.copy_gmem_to_smem(source, own.x.at[half], own.inputs.produced.barrier)
+
+
+def values(walk: Walk) -> None:
+    """Computes half of dq's columns, with the same half of S and z in registers."""
+    walk.deal.each(functools.partial(multiply_piece, walk))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def multiply_piece(walk: Walk, item: Item) -> None:
+    own, number = walk.own, mosaic.group()
+    head = walk.tiling.head_of(item.head, number)
+    half = Half(item, number, head, pl.ds(number * HALF, HALF))
+    own.start_loaded.wait()
+    S = load(own.s.at[number]).astype(F32)  # S^T [64, V]
+    totals = mosaic.in_columns(load(own.z.at[number], OF_ROWS), ALIKE)  # z [64, 8]
+    plgpu.commit_smem()  # reads finish before the first chunk's stores
+    one = functools.partial(multiply_chunk, walk, half)
+    lax.fori_loop(0, item.chunks, one, (S, totals))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    release_queries(walk, item.chunks - 1)
+
+
+def release_queries(walk: Walk, chunk: Any) -> None:
+    """Releases the slot from which a chunk's dq was stored."""
+    walk.own.queries.consumed.arrive(walk.own.queries.slot(chunk))
+
+
+def multiply_chunk(walk: Walk, half: Half, number: Any, carried: Any) -> Any:
+    """Carries half of S^T [64, V], and of z [64, 8]."""
+    own, spec, tiling = walk.own, walk.spec, walk.tiling
+    S, totals = carried
+    borders = walk.borders(half.item, number)
+    slot, q_slot = own.values.slot(number), own.queries.slot(number)
+    k_slot, parity = own.keys.slot(number), slot_of(number, 2)
+    chunk = Chunk(half, number, slot, q_slot, k_slot, parity)
+    features = own.k.at[k_slot, half.number]
+    own.keys.produced.wait(k_slot)
+    onto = load(own.onto.at[k_slot, half.columns], OF_ROWS)
+    S = chunk_decay.times_squares(S, onto)
+    if spec.normalize:
+        totals = chunk_decay.times_squares(totals, onto)
+    own.values.produced.wait(slot)
+    g, v = (tiling.head_in(tiles, slot, half.number) for tiles in (own.g, own.v))
+    (w,) = multiply(
+        (mosaic.zeros(C, C), [(g, v.T)]), meanwhile=lambda: publish(walk, chunk, S, totals)
+    )
+    w = borders.either(lambda: jnp.where(borders.pairs_from(), w, 0.0), lambda: w)
+    sees = functools.partial(channel_blocks.sees, spec, half.item)
+    # Without the barrier the selected numbers would be rounded singly, not in pairs.
+    w = lax.optimization_barrier(jnp.where(sees(), w, 0.0))
+    rounded = mosaic.rounded(w)
+    rest = mosaic.rounded(w - rounded.astype(F32))
+    of_pairs = (rounded, features), (rest, features)
+    factors = Factors(g, own.s.at[half.number].T, features, v, of_pairs, own.ones.T, sees)
+    if spec.normalize:
+        factors = factors._replace(z=own.z.at[half.number])
+    D, S, *of_keys = borders.either(
+        lambda: read_at_border(borders, factors, S, totals),
+        lambda: read_at_once(factors, S, totals),
+    )
+    z, totals = of_keys or (None, totals)
+    weights = None
+    if walk.given:
+        weights = [load(own.weights.at[n, slot], OF_ROWS) for n in range(2)]
+        plgpu.commit_smem()  # reads finish before the next load overwrites them
+    own.values.consumed.arrive(slot)
+    own.keys.consumed.arrive(k_slot)
+    own.queries.produced.wait(q_slot)
+    write_rows(walk, chunk, D, z, weights)
+    return S, totals
+
+
+def publish(walk: Walk, chunk: Chunk, S: jax.Array, totals: jax.Array) -> None:
+    """Stores S and z as products read them, and writes them if the chunk is the first of its
+    run."""
+    own, left, half = walk.own, walk.left, chunk.half
+    own.s.at[half.number][...] = S.astype(BF16)
+    if walk.spec.normalize:
+        own.z.at[half.number][...] = jnp.max(totals, axis=1)  # all columns are equal
+    plgpu.commit_smem()
+
+    @pl.when(lax.rem(chunk.number, channel.CHUNKS) == 0)
+    def _keep() -> None:
+        run = channel.run_of(half.item, chunk.number)
+        at = half.item.batch, half.head, run, walk.tiling.columns_of(half.number)
+        plgpu.copy_smem_to_gmem(own.s.at[half.number], left.kv.at[at])
+        if left.k_sum is not None:
+            plgpu.copy_smem_to_gmem(own.z.at[half.number], left.k_sum.at[at])
 
 
 def read_at_once(factors: Factors, S: jax.Array, totals: jax.Array) -> Any:
@@ -132,320 +354,88 @@ def read_at_border(borders: Any, factors: Factors, S: jax.Array, totals: jax.Arr
     return D, S_behind, *z, *totals_behind
 
 
-def channel_query_gradient(
-    spec: LinearAttentionSpec,
-    deal: mosaic.Deal,
-    x: jax.Array,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    s: jax.Array,
-    z: jax.Array,
-    onto: jax.Array,
-    weights: tuple[jax.Array, jax.Array] | None = None,
-    borders: OfSequence = NO_BORDERS,
-) -> tuple[jax.Array, ...]:
-    """Launches the kernel. It returns dq; the flow; inverse and e, [B, H, T up to a whole chunk];
-    and ahead of each run S^T [B, H, runs, D, V] in bfloat16 and, with a normaliser, z [B, H, runs,
-    D].
+def ones_where(seen: jax.Array) -> jax.Array:
+    return jnp.where(seen, 1.0, 0.0).astype(BF16)
 
-    Args:
-      x: the queries.
-      q, k: q^ and k~.
-      s, z: S^T and z ahead of each piece.
-      onto: `Factors.of_keys` of `channel_backward.py`, [B, H, chunks * D].
-      weights: inverse and e, if heads are cut and the kernel cannot compute them
-        (`channel_blocks.py`).
-    """
-    tiling = frame.tiling(spec)
-    heads = frame.heads_of_tile(spec)
-    is_given, has_borders = weights is not None, borders.chunks is not None
-    power, scale_rest = channel.parts_of_scale(spec)
-    deal = dataclasses.replace(deal, most_blocks=deal.items)
-    scratch = dict(
-        g_s=tiling.tiles(STAGES),
-        v_s=tiling.tiles(STAGES),
-        q_s=tiling.shared(Q_STAGES, 2, C, HALF),  # q^, in whose place dq is stored
-        x_s=tiling.shared(2, C, HALF),
-        k_s=tiling.shared(K_STAGES, 2, C, HALF),
-        s_s=tiling.shared(2, HALF, spec.V),
-        flow_s=tiling.of_rows_in_float32(2, C, HALF),
-        ones_s=tiling.shared(ALIKE, C),
-        z_s=plgpu.SMEM((2, HALF), F32),
-        onto_s=plgpu.SMEM((K_STAGES, F), F32),
-        parts_s=plgpu.SMEM((2, 2, 2, C), F32),
-        rows_s=plgpu.SMEM((2 * heads, C), F32),
-        loaded=plgpu.Barrier(num_arrivals=2 * heads + 2 * is_given, num_barriers=STAGES),
-        q_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
-        k_loaded=plgpu.Barrier(num_arrivals=2 + heads, num_barriers=K_STAGES),
-        x_loaded=plgpu.Barrier(num_arrivals=2),
-        free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
-        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
-        x_free=plgpu.Barrier(num_arrivals=2, num_barriers=1),
-        start_loaded=plgpu.Barrier(num_arrivals=5),
-        exchanged=plgpu.Barrier(num_arrivals=2),
-    )
-    if heads == 2 or is_given:  # which exchange nothing
-        del scratch["parts_s"], scratch["exchanged"]
-    if is_given:
-        scratch["weights_s"] = plgpu.SMEM((2, STAGES, C), F32)
 
-    def body(
-        x_ref: Any,
-        q_ref: Any,
-        k_ref: Any,
-        v_ref: Any,
-        g_ref: Any,
-        s_ref: Any,
-        z_ref: Any,
-        onto_ref: Any,
-        ones_ref: Any,
-        *refs: Any,
-        g_s: Any,
-        v_s: Any,
-        q_s: Any,
-        x_s: Any,
-        k_s: Any,
-        s_s: Any,
-        flow_s: Any,
-        ones_s: Any,
-        z_s: Any,
-        onto_s: Any,
-        parts_s: Any = None,
-        rows_s: Any,
-        loaded: Any,
-        q_loaded: Any,
-        k_loaded: Any,
-        x_loaded: Any,
-        free: Any,
-        q_free: Any,
-        k_free: Any,
-        x_free: Any,
-        start_loaded: Any,
-        exchanged: Any = None,
-        weights_s: Any = None,
-    ) -> None:
-        begins_ref, chunks_ref = refs[:2] if has_borders else (None, None)
-        refs = refs[2 * has_borders :]
-        weight_refs, (dq_ref, flow_ref, kv_ref, *kept_refs) = (
-            refs[: 2 * is_given],
-            refs[2 * is_given :],
-        )
-        row_refs = () if is_given else kept_refs[:2]
-        z_out = kept_refs[-1] if spec.normalize else None
-
-        def load_piece(item: Item) -> None:
-            plgpu.copy_gmem_to_smem(ones_ref, ones_s, start_loaded)
-            for half in range(2):
-                head, own = tiling.head_of(item.head, half), tiling.columns_of(half)
-                for ref, start in ((z_ref, z_s), (s_ref, s_s)):
-                    source = ref.at[item.batch, head, item.piece, own]
-                    plgpu.copy_gmem_to_smem(source, start.at[half], start_loaded)
-
-            def load_chunk(chunk: Any, _: None) -> None:
-                rows = item.rows(chunk)
-                number = lax.div(item.first_row, C) + chunk
-                slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
-                k_slot = slot_of(chunk, K_STAGES)
-                mosaic.wait_until_free(free, chunk, STAGES)
-                for ref, own in ((g_ref, g_s), (v_ref, v_s)):
-                    head = channel_blocks.head_of_values(spec, ref, item.head)
-                    tiling.copy_tile(ref, item, rows, head, own, slot, loaded)
-                for n, ref in enumerate(weight_refs):
-                    tiling.copy_vector(ref, item, rows, weights_s.at[n], slot, loaded)
-                mosaic.wait_until_free(k_free, chunk, K_STAGES)
-                own_columns = pl.ds(number * spec.D, spec.D)
-                tiling.copy_vector(onto_ref, item, own_columns, onto_s, k_slot, k_loaded)
-                head = channel_blocks.head_of_features(spec, k_ref, item.head)
-                for half in range(2):
-                    source = tiling.part(k_ref, item, rows, head, half)
-                    plgpu.copy_gmem_to_smem(source, k_s.at[k_slot, half], k_loaded.at[k_slot])
-                mosaic.wait_until_free(q_free, chunk, Q_STAGES)
-                for half in range(2):
-                    source = tiling.part(q_ref, item, rows, head, half)
-                    plgpu.copy_gmem_to_smem(source, q_s.at[q_slot, half], q_loaded.at[q_slot])
-                mosaic.wait_until_free(x_free, chunk, 1)
-                for half in range(2):
-                    source = tiling.part(x_ref, item, rows, head, half)
-                    plgpu.copy_gmem_to_smem(source, x_s.at[half], x_loaded)
-
-            lax.fori_loop(0, item.chunks, load_chunk, None)
-            mosaic.await_the_last(free, item.chunks, STAGES)
-            mosaic.await_the_last(k_free, item.chunks, K_STAGES)
-            mosaic.await_the_last(q_free, item.chunks, Q_STAGES)
-            mosaic.await_the_last(x_free, item.chunks, 1)
-
-        def multiply_piece(item: Item) -> None:
-            half = mosaic.group()
-            head = tiling.head_of(item.head, half)
-            columns = pl.ds(half * HALF, HALF)
-            sees = functools.partial(channel_blocks.sees, spec, item)
-
-            def give_back(chunk: Any) -> None:
-                """Releases the slot from which dq was stored."""
-                plgpu.barrier_arrive(q_free.at[slot_of(chunk, Q_STAGES)])
-
-            def keep_state(chunk: Any) -> None:
-                """Writes S and z ahead of the chunk, if it is the first chunk of its run."""
-
-                @pl.when(lax.rem(chunk, channel.CHUNKS) == 0)
-                def _() -> None:
-                    run = channel.run_of(item, chunk)
-                    at = item.batch, head, run, tiling.columns_of(half)
-                    plgpu.copy_smem_to_gmem(s_s.at[half], kv_ref.at[at])
-                    if z_out is not None:
-                        plgpu.copy_smem_to_gmem(z_s.at[half], z_out.at[at])
-
-            def multiply_chunk(chunk: Any, carried: Any) -> Any:
-                S, totals = carried
-                borders = chunk_borders.of_chunk(begins_ref, chunks_ref, item, chunk)
-                slot, q_slot = slot_of(chunk, STAGES), slot_of(chunk, Q_STAGES)
-                k_slot, parity = slot_of(chunk, K_STAGES), slot_of(chunk, 2)
-                features = k_s.at[k_slot, half]
-                plgpu.barrier_wait(k_loaded.at[k_slot])
-                onto = load(onto_s.at[k_slot, columns], OF_ROWS)
-                S = chunk_decay.times_squares(S, onto)
-
-                def publish() -> None:
-                    s_s.at[half][...] = S.astype(BF16)
-                    if spec.normalize:
-                        z_s.at[half][...] = jnp.max(totals, axis=1)  # all columns are equal
-                    plgpu.commit_smem()
-                    keep_state(chunk)
-
-                if spec.normalize:
-                    totals = chunk_decay.times_squares(totals, onto)
-                plgpu.barrier_wait(loaded.at[slot])
-                g, v = (tiling.head_in(tiles, slot, half) for tiles in (g_s, v_s))
-                (w,) = multiply((mosaic.zeros(C, C), [(g, v.T)]), meanwhile=publish)
-                # Without the barrier the selected numbers would be rounded singly, not in pairs.
-                w = borders.either(lambda: jnp.where(borders.pairs_from(), w, 0.0), lambda: w)
-                w = lax.optimization_barrier(jnp.where(sees(), w, 0.0))
-                rounded = mosaic.rounded(w)
-                rest = mosaic.rounded(w - rounded.astype(F32))
-                of_pairs = (rounded, features), (rest, features)
-
-                factors = Factors(g, s_s.at[half].T, features, v, of_pairs, ones_s.T, sees)
-                if spec.normalize:
-                    factors = factors._replace(z=z_s.at[half])
-                D, S, *of_keys = borders.either(
-                    lambda: read_at_border(borders, factors, S, totals),
-                    lambda: read_at_once(factors, S, totals),
-                )
-                given = [load(weights_s.at[n, slot], OF_ROWS) for n in range(len(weight_refs))]
-                if is_given:
-                    plgpu.commit_smem()  # reads finish before the next load overwrites them
-                plgpu.barrier_arrive(free.at[slot])
-                plgpu.barrier_arrive(k_free.at[k_slot])
-                plgpu.barrier_wait(q_loaded.at[q_slot])
-                read = load(q_s.at[q_slot, half]).astype(F32)
-                inverse: Any = power
-                of_row: Any = None
-                e: Any = None
-                own_parts: Any = ()
-                z: Any = None
-                if spec.normalize:
-                    z, totals = of_keys
-                if spec.normalize and not is_given:
-                    own_parts = jnp.sum(read * D, axis=1), jnp.sum(read * z, axis=1)
-                    for number, own in enumerate(own_parts if heads == 1 else ()):
-                        parts_s.at[parity, half, number][...] = own
-                plgpu.commit_smem()
-                if is_given:
-                    of_row, e = given
-                elif spec.normalize:
-                    total, den = own_parts
-                    if heads == 1:
-                        plgpu.barrier_arrive(exchanged)
-                        plgpu.barrier_wait(exchanged)
-                        total, den = (
-                            own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
-                            for number, own in enumerate(own_parts)
-                        )
-                    of_row = 1.0 / jnp.maximum(den, spec.eps)
-                    e = jnp.where(den > spec.eps, total * of_row, 0.0)
-                if spec.normalize:
-                    D = D - mosaic.in_columns(e, HALF) * z
-                    inverse = mosaic.in_columns(of_row, HALF)
-                else:
-                    D = channel.times_rest(D, scale_rest)
-                read = read * inverse
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                pl.when(chunk > 0)(lambda: give_back(chunk - 1))
-                flow_s.at[half][...] = mosaic.rounded(read).astype(F32) * D
-                plgpu.barrier_wait(x_loaded)
-                of_flow = feature_maps.features(spec).slope_by_feature(load(x_s.at[half]))
-                dq_s = q_s.at[q_slot, half]
-                dq_s[...] = mosaic.rounded(of_flow(read * D))
-                if row_refs and spec.normalize and heads == 1:
-                    rows_s.at[half][...] = jnp.where(half == 0, of_row, e)
-                elif row_refs and spec.normalize:
-                    for number, own in enumerate((of_row, e)):
-                        rows_s.at[2 * half + number][...] = own
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(x_free)
-                rows = item.rows(chunk)
-                for tile, ref in ((flow_s.at[half], flow_ref), (dq_s, dq_ref)):
-                    plgpu.copy_smem_to_gmem(tile, tiling.part(ref, item, rows, item.head, half))
-                for number, ref in enumerate(row_refs if spec.normalize else ()):
-                    target = ref.at[item.batch, head, rows]
-                    if heads == 2:
-                        plgpu.copy_smem_to_gmem(rows_s.at[2 * half + number], target)
-                        continue
-
-                    @pl.when(half == number)
-                    def _(target: Any = target) -> None:
-                        plgpu.copy_smem_to_gmem(rows_s.at[half], target)
-
-                return S, totals
-
-            plgpu.barrier_wait(start_loaded)
-            S = load(s_s.at[half]).astype(F32)
-            totals = mosaic.in_columns(load(z_s.at[half], OF_ROWS), ALIKE)
-            plgpu.commit_smem()  # reads finish before the first chunk's stores
-            lax.fori_loop(0, item.chunks, multiply_chunk, (S, totals))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            give_back(item.chunks - 1)
-
-        @pl.when(mosaic.group() == MEMORY)
-        def _memory() -> None:
-            mosaic.set_registers(MEMORY_REGISTERS, WARPGROUPS)
-            deal.each(load_piece)
-
-        @pl.when(mosaic.group() < MEMORY)
-        def _values() -> None:
-            mosaic.set_registers(VALUES_REGISTERS, WARPGROUPS)
-            deal.each(multiply_piece)
-            plgpu.wait_smem_to_gmem(0)
-
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
-    of_runs = spec.B, spec.H, pl.cdiv(spec.T, channel.RUN)
-    of_features = channel_blocks.shape_of_heads(spec, q)
-    out_type: Any = (
-        jax.ShapeDtypeStruct(of_features, BF16),
-        jax.ShapeDtypeStruct(of_features, F32),
-        jax.ShapeDtypeStruct((*of_runs, spec.D, spec.V), BF16),
-    )
+def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: Any, weights: Any) -> None:
+    """Writes dq and the flow, from D and z_i [64, 64], and inverse and e if these are not given in
+    `weights`."""
+    own, spec, half = walk.own, walk.spec, chunk.half.number
+    q = own.q.at[chunk.q_slot, half]
+    read = load(q).astype(F32)  # q^, below q' before it is rounded
+    parts = None
+    if spec.normalize and weights is None:
+        parts = jnp.sum(read * D, axis=1), jnp.sum(read * z, axis=1)
+        if own.parts is not None:
+            for n, part in enumerate(parts):
+                own.parts.at[chunk.parity, half, n][...] = part
+    plgpu.commit_smem()  # the stores above, and reads of q^ before dq is stored there
+    if parts is not None:
+        weights = weights_of(walk, chunk, parts)
     if spec.normalize:
-        k_sums = jax.ShapeDtypeStruct((*of_runs, spec.D), F32)
-        out_type = *out_type, *[rows, rows][2 * is_given :], k_sums
-    arrays = x, q, k, v, g, s, z, onto, np.ones((ALIKE, C), BF16)
-    found = frame.launch(
-        body,
-        "channel_query_gradient",
-        deal,
-        out_type,
-        scratch,
-        (*arrays, *borders.arrays("begins", "chunks"), *(weights or ())),
-        warpgroups=WARPGROUPS,
-        own_barriers=True,
-    )
-    dq, flow, kv, *of_rows = found
-    if weights is not None:
-        of_rows = *weights, *of_rows
-    elif not spec.normalize:
-        of_rows = jnp.full(rows.shape, power, F32), jnp.zeros(rows.shape, F32), None
-    inverse, e, k_sum = of_rows
-    return dq, flow, inverse, e, kv, k_sum
+        inverse, e = weights
+        D = D - mosaic.in_columns(e, HALF) * z
+        read = read * mosaic.in_columns(inverse, HALF)
+    else:
+        power, scale_rest = channel.parts_of_scale(spec)
+        D = channel.times_rest(D, scale_rest)
+        read = read * power
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
+    pl.when(chunk.number > 0)(lambda: release_queries(walk, chunk.number - 1))
+    own.flow.at[half][...] = mosaic.rounded(read).astype(F32) * D
+    own.inputs.produced.wait()
+    of_flow = feature_maps.features(spec).slope_by_feature(load(own.x.at[half]))
+    q[...] = mosaic.rounded(of_flow(read * D))
+    if parts is not None:
+        store_weights(walk, half, *weights)
+    plgpu.commit_smem()
+    own.inputs.consumed.arrive()
+    leave_rows(walk, chunk)
+
+
+def weights_of(
+    walk: Walk, chunk: Chunk, parts: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """inverse and e [64], from this half's terms of q^_i . D_i and q^_i . z_i. Those of the other
+    half are in shared memory if both belong to the same head."""
+    own, eps = walk.own, walk.spec.eps
+    total, den = parts
+    if own.exchanged is not None:
+        own.exchanged.arrive()
+        own.exchanged.wait()
+        total, den = (
+            part + load(own.parts.at[chunk.parity, 1 - chunk.half.number, n], OF_ROWS)
+            for n, part in enumerate(parts)
+        )
+    inverse = 1.0 / jnp.maximum(den, eps)
+    return inverse, jnp.where(den > eps, total * inverse, 0.0)
+
+
+def store_weights(walk: Walk, half: Any, inverse: jax.Array, e: jax.Array) -> None:
+    """Stores inverse and e for `leave_rows`. Where both halves belong to one head, each stores one
+    of the two."""
+    rows = walk.own.rows
+    if walk.heads == 1:
+        rows.at[half][...] = jnp.where(half == 0, inverse, e)
+        return
+    for n, weights in enumerate((inverse, e)):
+        rows.at[2 * half + n][...] = weights
+
+
+def leave_rows(walk: Walk, chunk: Chunk) -> None:
+    """Copies this half of the chunk's results to global memory."""
+    own, left, (item, half, head, _) = walk.own, walk.left, chunk.half
+    rows = item.rows(chunk.number)
+    tiles = (own.flow.at[half], left.flow), (own.q.at[chunk.q_slot, half], left.dq)
+    for tile, ref in tiles:
+        plgpu.copy_smem_to_gmem(tile, walk.tiling.part(ref, item, rows, item.head, half))
+    if left.inverse is None:
+        return
+    for n, ref in enumerate((left.inverse, left.e)):
+        target = ref.at[item.batch, head, rows]
+        if walk.heads == 2:
+            plgpu.copy_smem_to_gmem(own.rows.at[2 * half + n], target)
+        else:
+            copy = functools.partial(plgpu.copy_smem_to_gmem, own.rows.at[half], target)
+            pl.when(half == n)(copy)
