@@ -144,6 +144,13 @@ def test_slots_of_barriers_are_those_of_steps() -> None:
     with pytest.raises(ValueError, match="neither an int nor of `slot_of`"):
         lowered(storage(), at(lambda own: own.rows.slot(jnp.int32(5)) + 1))
 
+    def number(slots: int) -> Any:
+        return at(lambda _: mosaic.slot_among(jnp.int32(1), slots))
+
+    lowered(storage(), number(2))
+    with pytest.raises(ValueError, match="a signal of 2 slots is used at a slot among 3"):
+        lowered(storage(), number(3))
+
 
 # As the barriers of these kernels were counted by hand; of one head in a tile, and of two.
 OUTPUT = {

@@ -217,8 +217,9 @@ class Storage:
             signal.check(name)
 
 
-# The slots that `slot_of` has returned while the current program is traced: the key is the slot's
-# id, the value the slot and the number of slots. Keeping the slot keeps its id from being reused.
+# The slots that `slot_among` has returned while the current program is traced: the key is the
+# slot's id, the value the slot and the number of slots. Keeping the slot keeps its id from being
+# reused.
 found_slots: contextvars.ContextVar[dict[int, tuple[Any, int]] | None]
 found_slots = contextvars.ContextVar("found_slots", default=None)
 
@@ -248,7 +249,12 @@ def check_slot(slot: Any, slots: int) -> None:
 
 
 def slot_of(step: Any, slots: int) -> Any:
-    slot = lax.rem(step, slots)
+    return slot_among(lax.rem(step, slots), slots)
+
+
+def slot_among(slot: Any, slots: int) -> Any:
+    """`slot`, which the caller knows to be less than `slots`: a warpgroup's number in its role, for
+    a signal that has a barrier for each of them."""
     if (known := found_slots.get()) is not None:
         known[id(slot)] = slot, slots
     return slot

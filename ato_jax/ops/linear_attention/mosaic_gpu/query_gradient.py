@@ -15,14 +15,36 @@ sums over a row of G_i and z_i give e and den, and this e fits the rounding of G
 rounded by itself, since its product with inverse is rounded once, in the walk over keys. Without a
 normaliser inverse is the scale, and e is 0.
 
-    memory    loads S and z of a piece, and its chunks
-    features  maps k in place
-    values    two warpgroups with half of F each: S_half^T [64, V] in registers, w, and the same
-              half of G and z_i
+`query_gradient_storage.py` has the shared memory; read `ato_jax/mosaic/rings.py` and `roles.py` for
+the kit. A block has one piece: with a loop over several pieces the registers do not suffice.
+Warpgroups, and the barriers between them:
 
-Both warpgroups of values compute all of w; every other product is over their half of F. Once a
-chunk they exchange their terms of the two row sums. A block has one piece: with a loop over several
-pieces the registers do not suffice.
+    MEMORY (2)   loads S and z of a piece, and its chunks as slots come free
+      |    |    +---- start_loaded: S, z and ones, once ---------------------------------+
+      |    +--------- values: g and v; queries: q, and inverse and e if given -----+     |
+      |  keys: k and gates                                                         |     |
+      v                                                                            |     |
+    FEATURES (3)   maps k in place                                                 |     |
+      |  mapped: phi(k) lies in the slot                                           |     |
+      v                                                                            v     v
+    VALUES (0, 1)   half of F each: S_half^T [64, V] float32 in registers, w, and the same half of
+                    G and z_i
+         exchanged: both halves have stored their terms of the two row sums
+         share_loaded: the other launch's part of dq lies in dq's slot
+
+Only VALUES consumes the rings. With lengths FEATURES waits for `values`, too, and sets rows to 0.
+Both warpgroups of VALUES compute all of w; every other product is over their half of F. Once a
+chunk they exchange their terms of the two row sums.
+
+    symbol         shape       what it is
+    q, k           [64, F]     a chunk's rows; k is phi(k) once it is mapped
+    g, v           [64, V]     a chunk's rows
+    S, z           [V, F], [F] sums over all keys before the chunk; in registers S^T, and z as
+                               `totals` [64, 8] with 8 equal columns
+    w              [64, 64]    g_i . v_j of the chunk's pairs
+    G, z_i         [64, F]     as above; D in place of G in code, and with a decay
+    inverse, e     [64]        as above
+    to_end         -           the factor of S and z from the chunk's middle row to its last
 
 With a decay G_i is the sum of the log2 decays from the chunk's first row to row i, the gradient of
 phi(q_i) is called D_i, and m is the chunk's middle row:
@@ -46,7 +68,7 @@ chunks alone. Where `splits_states` holds, S is multiplied in two parts and is n
 second part lies in dq's slots until dq is stored there.
 
 In the first chunks of a sequence phi(k), and in bfloat16 S, are multiplied in two parts
-(`chunks_in_two_parts`). The warpgroups of values then map k, each its half, and the second part of
+(`chunks_in_two_parts`). VALUES then maps k, each warpgroup its half, and the second part of
 phi(k) lies in dq's other slot until S and z have been updated, at the end of the chunk.
 
 Where segments begin in a chunk (`chunk_borders.py`), what is read of S and z is masked before the
@@ -86,7 +108,7 @@ from ato_jax.mosaic import (
     slot_of,
 )
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, value_blocks
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import FEATURES, MEMORY, C
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient_reads import (
     behind_rest,
     map_keys,
@@ -98,17 +120,13 @@ from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient_reads import (
 )
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient_rows import write_rows
 from ato_jax.ops.linear_attention.mosaic_gpu.query_gradient_storage import (
-    GATED_REGISTERS,
-    K_STAGES,
-    OWN_REGISTERS,
-    Q_STAGES,
-    STAGES,
     Arrays,
     Chunk,
     Left,
     Storage,
     Walk,
-    scratch_of,
+    cast_of,
+    storage_of,
 )
 from ato_jax.ops.linear_attention.scans import flow_places
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
@@ -146,15 +164,13 @@ def query_gradient(
             types = types._replace(k_sum=jax.ShapeDtypeStruct((*of_edges, spec.F), F32))
     given, out_type = ({name: of for name, of in some._asdict().items() if of is not None}
                        for some in (arrays, types))  # fmt: skip
-    bodies = [
-        (_body(one, tuple(given), tuple(out_type)), scratch_of(one))
-        for one in (walk, dataclasses.replace(walk, some_steep=True))[: 1 + walk.gated]
-    ]
-    name = "query_gradient" if deal.end is None else "later_query_gradient"
-    found = frame.launch(
-        *(bodies[0][0], name, deal, tuple(out_type.values()), bodies[0][1]),
-        tuple(given.values()),
-        rest=bodies[1] if walk.gated else None,
+    names = tuple(given), tuple(out_type)
+    program, rest = _program(walk, *names), None
+    if walk.gated:
+        rest = _program(dataclasses.replace(walk, some_steep=True), *names)
+    name = frame.name_of("query_gradient" if deal.end is None else "later_query_gradient")
+    found = mosaic.launch(
+        name, program, deal, tuple(out_type.values()), tuple(given.values()), rest=rest
     )
     left = Left(**dict(zip(out_type, found, strict=True)))
     inverse, e = (arrays.inverse, arrays.e) if walk.given else (left.inverse, left.e)
@@ -168,99 +184,87 @@ def query_gradient(
     return left.dq, inverse, e, left.largest, flow_places.OfQueries(left.flows, kv, left.k_sum)
 
 
-def _body(walk: Walk, inputs: Sequence[str], outputs: Sequence[str]) -> mosaic.Body:
+def _program(walk: Walk, inputs: Sequence[str], outputs: Sequence[str]) -> mosaic.Program:
     """The kernel, over arrays of these names."""
+    cast = cast_of(walk.gated)
 
-    def body(*refs: Any, **scratch: Any) -> None:
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
         arrays = Arrays(**dict(zip(inputs, refs, strict=False)))
         left = Left(**dict(zip(outputs, refs[len(inputs) :], strict=True)))
-        bound = dataclasses.replace(walk, arrays=arrays, left=left, own=Storage(**scratch))
-        values_registers, features_registers = GATED_REGISTERS if walk.gated else OWN_REGISTERS
+        return dataclasses.replace(walk, arrays=arrays, left=left, own=own)
 
-        @pl.when(mosaic.group() == MEMORY)
-        def _memory() -> None:
-            mosaic.set_registers(mosaic.MEMORY_REGISTERS, frame.WARPGROUPS)
-            memory(bound)
-
-        @pl.when(mosaic.group() == FEATURES)
-        def _features() -> None:
-            mosaic.set_registers(features_registers, frame.WARPGROUPS)
-            bound.each(functools.partial(map_piece, bound))
-
-        @pl.when(mosaic.group() < MEMORY)
-        def _values() -> None:
-            mosaic.set_registers(values_registers, frame.WARPGROUPS)
-            bound.each(functools.partial(multiply_piece, bound))
-            plgpu.wait_smem_to_gmem(0)
-
-    return body
+    parts = (cast.memory, memory), (cast.features, features), (cast.values, values)
+    return mosaic.Program(mosaic.Roles(cast), storage_of(walk), parts, bind)
 
 
 def memory(walk: Walk) -> None:
     """Loads pieces and chunks."""
     own = walk.own
     steps = walk.each(functools.partial(load_piece, walk))
-    mosaic.await_the_last(own.free, steps, STAGES)
-    mosaic.await_the_last(own.k_free, steps, K_STAGES)
-    mosaic.await_the_last(own.q_free, steps, Q_STAGES)
+    for ring in (own.values, own.keys, own.queries):
+        ring.drain(steps)
 
 
 def load_piece(walk: Walk, item: Item) -> None:
     own, arrays, tiling = walk.own, walk.arrays, walk.tiling
-    kv_item = walk.of_keys(item)
-    plgpu.copy_gmem_to_smem(arrays.ones, own.ones, own.start_loaded)
+    kv_item, loaded = walk.of_keys(item), own.start_loaded.barrier
+    plgpu.copy_gmem_to_smem(arrays.ones, own.ones, loaded)
     for half in range(2):
         head, columns = tiling.head_of(kv_item.head, half), tiling.columns_of(half)
         of_piece = item.batch, head, item.piece
         if walk.has_units:
             source = arrays.s_units.at[of_piece]
-            plgpu.copy_gmem_to_smem(source, own.start_units.at[half], own.start_loaded)
+            plgpu.copy_gmem_to_smem(source, own.start_units.at[half], loaded)
         if arrays.least is not None:
             source = arrays.least.at[item.batch, head]  # [64]
-            plgpu.copy_gmem_to_smem(source, own.least.at[half], own.start_loaded)
+            plgpu.copy_gmem_to_smem(source, own.least.at[half], loaded)
         source = arrays.s.at[(*of_piece, slice(None), columns)]
         target = mosaic.for_copy(walk.start_in(half))
-        plgpu.copy_gmem_to_smem(source, target, own.start_loaded)
+        plgpu.copy_gmem_to_smem(source, target, loaded)
         source = arrays.z.at[(*of_piece, columns)]
-        plgpu.copy_gmem_to_smem(source, own.z.at[half], own.start_loaded)
+        plgpu.copy_gmem_to_smem(source, own.z.at[half], loaded)
 
     def load_chunk(chunk: Any, _: None) -> None:
         rows = item.rows(chunk)
-        slot = slot_of(chunk, STAGES)
-        mosaic.wait_until_free(own.free, chunk, STAGES)
+        slot = own.values.slot(chunk)
+        own.values.acquire(chunk)
         for ref, tiles, head in ((arrays.g, own.g, item.head), (arrays.v, own.v, kv_item.head)):
-            tiling.copy_tile(ref, item, rows, head, tiles, slot, own.loaded)  # [64, V]
-        for ref, tiles, head, stages, loaded, free in (
-            (arrays.k, own.k, kv_item.head, K_STAGES, own.k_loaded, own.k_free),
-            (arrays.q, own.q, item.head, Q_STAGES, own.q_loaded, own.q_free),
+            tiling.copy_tile(ref, item, rows, head, tiles, slot, own.values.produced)  # [64, V]
+        for ref, tiles, head, ring in (
+            (arrays.k, own.k, kv_item.head, own.keys),
+            (arrays.q, own.q, item.head, own.queries),
         ):
-            slot = slot_of(chunk, stages)
-            mosaic.wait_until_free(free, chunk, stages)
+            slot = ring.slot(chunk)
+            ring.acquire(chunk)
             for half in range(2):
                 plgpu.copy_gmem_to_smem(
                     tiling.part(ref, item, rows, head, half),  # [64, 64]
                     mosaic.for_copy(tiles.at[slot, half]),
-                    loaded.at[slot],
+                    ring.produced.at[slot],
                 )
             if walk.gated and ref is arrays.k:
-                tiling.copy_vector(arrays.gates, kv_item, rows, own.gates, slot, own.k_loaded)
+                tiling.copy_vector(arrays.gates, kv_item, rows, own.gates, slot, ring.produced)
         if walk.given:
             for ref, target in ((arrays.inverse, own.inverse), (arrays.e, own.e)):
-                slot = slot_of(chunk, Q_STAGES)
-                tiling.copy_vector(ref, item, rows, target, slot, own.q_loaded)  # [64]
+                slot, produced = own.queries.slot(chunk), own.queries.produced
+                tiling.copy_vector(ref, item, rows, target, slot, produced)  # [64]
 
     lax.fori_loop(0, item.chunks, load_chunk, None)
 
 
-def map_piece(walk: Walk, item: Item) -> None:
+def features(walk: Walk) -> None:
     """Maps k in place."""
+    walk.each(functools.partial(map_piece, walk))
+
+
+def map_piece(walk: Walk, item: Item) -> None:
     lax.fori_loop(0, item.chunks, lambda chunk, _: map_chunk(walk, item, chunk), None)
 
 
 def map_chunk(walk: Walk, item: Item, chunk: Any) -> None:
     own, heads = walk.own, walk.heads
-    slot = slot_of(chunk, K_STAGES)
-    plgpu.barrier_wait(own.k_loaded.at[slot])
+    slot = own.keys.slot(chunk)
+    own.keys.produced.wait(slot)
     exponents: list[Any] = [None] * heads
     if walk.gated:
         of_heads = walk.tiling.by_heads(own.gates.at[slot])
@@ -283,25 +287,30 @@ def map_chunk(walk: Walk, item: Item, chunk: Any) -> None:
     if walk.arrays.lengths is not None:
         keep_rows(walk, item, chunk, slot)
     plgpu.commit_smem()
-    plgpu.barrier_arrive(own.k_mapped.at[slot])
+    own.mapped.arrive(slot)
 
 
 def keep_rows(walk: Walk, item: Item, chunk: Any, k_slot: Any) -> None:
     """Sets rows of features, v and g to 0 that do not count."""
     own = walk.own
-    slot, count = slot_of(chunk, STAGES), item.rows_within(chunk, walk.arrays.lengths)
-    plgpu.barrier_wait(own.loaded.at[slot])
+    slot, count = own.values.slot(chunk), item.rows_within(chunk, walk.arrays.lengths)
+    own.values.produced.wait(slot)
     for half in range(2):
         mosaic.keep_rows(own.k.at[k_slot, half], count)
         for tiles in (own.g, own.v):
             mosaic.keep_rows(walk.tiling.half_of(tiles, slot, half), count)
 
 
+def values(walk: Walk) -> None:
+    """Computes half of dq's columns, with the same half of S and z in registers."""
+    walk.each(functools.partial(multiply_piece, walk))
+    plgpu.wait_smem_to_gmem(0)
+
+
 def multiply_piece(walk: Walk, item: Item) -> None:
-    """Computes half of F, and carries S [64, V] and the same half of z, in 8 equal columns."""
-    own, half = walk.own, mosaic.group()
+    own, half = walk.own, mosaic.slot_among(mosaic.group(), 2)
     head = walk.tiling.head_of(item.head, half)
-    plgpu.barrier_wait(own.start_loaded)
+    own.start_loaded.wait()
     # A product with the identity loads the transpose of the start.
     same = ones_where(walk, mosaic.hidden_position(0) == mosaic.hidden_position(1))
     (S,) = multiply((mosaic.zeros(HALF, walk.spec.V), [(same, walk.start_in(half).T)]))
@@ -313,11 +322,13 @@ def multiply_piece(walk: Walk, item: Item) -> None:
 
 
 def multiply_chunk(walk: Walk, item: Item, half: Any, head: Any, number: Any, carried: Any) -> Any:
+    """Carries half of F: S [64, V], z in 8 equal columns, and the factor of both from the chunk's
+    middle row to its last."""
     own, (S, totals, to_end) = walk.own, carried
     chunk = chunk_of(walk, item, half, head, number)
     chunk = chunk._replace(borders=walk.borders(item, number))
-    plgpu.barrier_wait(own.loaded.at[chunk.slot])
-    plgpu.barrier_wait(own.k_mapped.at[chunk.k_slot])
+    own.values.produced.wait(chunk.slot)
+    own.mapped.wait(chunk.k_slot)
     if walk.gated:
         gates = walk.gates_in(walk.tiling.rows_in(own.gates, chunk.k_slot, half), walk.some_steep)
         onto = to_end * gates.to_middle()
@@ -341,7 +352,7 @@ def multiply_chunk(walk: Walk, item: Item, half: Any, head: Any, number: Any, ca
     if walk.leaves_state:
         keep_state(walk, chunk)
     if walk.some_steep:
-        plgpu.barrier_wait(own.q_loaded.at[chunk.q_slot])
+        own.queries.produced.wait(chunk.q_slot)
         D, z, S, totals, of_state = read_one_by_one(walk, chunk, w, S, totals)
     else:
         D, z, S, totals = chunk.borders.either(
@@ -352,13 +363,13 @@ def multiply_chunk(walk: Walk, item: Item, half: Any, head: Any, number: Any, ca
         plgpu.commit_smem()  # reads finish before the next loads overwrite them
 
     def let_values_go() -> None:
-        plgpu.barrier_arrive(own.free.at[chunk.slot])
+        own.values.consumed.arrive(chunk.slot)
 
     if few is None:
         let_values_go()
     else:
         pl.when(~few)(let_values_go)
-    plgpu.barrier_arrive(own.k_free.at[chunk.k_slot])
+    own.keys.consumed.arrive(chunk.k_slot)
     if walk.leaves_state:
 
         @pl.when(flow_places.is_kept(walk.spec, number))
@@ -376,8 +387,8 @@ def multiply_chunk(walk: Walk, item: Item, half: Any, head: Any, number: Any, ca
 
 def chunk_of(walk: Walk, item: Item, half: Any, head: Any, number: Any) -> Chunk:
     own = walk.own
-    slot, q_slot = slot_of(number, STAGES), slot_of(number, Q_STAGES)
-    k_slot, parity = slot_of(number, K_STAGES), slot_of(number, 2)
+    slot, q_slot = own.values.slot(number), own.queries.slot(number)
+    k_slot, parity = own.keys.slot(number), slot_of(number, 2)
     count = item.rows_within(number, walk.arrays.lengths)
     g, v = (walk.tiling.head_in(tiles, slot, half) for tiles in (own.g, own.v))
     features = own.k.at[k_slot, half]

@@ -1,6 +1,6 @@
 """The products of a chunk in `query_gradient.py`: D and z_i, [64, 64] each, and the next S and z.
 
-The role values calls one of three functions, which give the same results: `read_at_once` issues all
+VALUES calls one of three functions, which give the same results: `read_at_once` issues all
 products together, `read_at_border` masks between them where segments begin in the chunk, and
 `read_one_by_one` scales in between where the chunk may be steep. In the first chunks of a sequence
 phi(k), and in bfloat16 S, are multiplied in two parts (`chunks_in_two_parts`).
@@ -106,9 +106,7 @@ def read_at_once(
     return D, z, own_S, own_totals[0] if walk.sums_keys else totals
 
 
-def start_at_rest(
-    walk: Walk, chunk: Chunk, weights: list[jax.Array], sums: list[Any]
-) -> list[Any]:
+def start_at_rest(walk: Walk, chunk: Chunk, weights: list[jax.Array], sums: list[Any]) -> list[Any]:
     """D and z_i started with the terms of the second part of phi(k); in float16 z_i alone."""
     (D, of_D), (z, of_z) = sums
     of_rest = [(part, chunk.rest_of_keys) for part in weights]
@@ -116,9 +114,7 @@ def start_at_rest(
     if walk.has_units:
         (z,) = lax.cond(chunk.few, lambda: multiply((z, of_ones)), lambda: (z,))
     else:
-        D, z = lax.cond(
-            chunk.few, lambda: multiply((D, of_rest), (z, of_ones)), lambda: (D, z)
-        )
+        D, z = lax.cond(chunk.few, lambda: multiply((D, of_rest), (z, of_ones)), lambda: (D, z))
     return [(D, of_D), (z, of_z)]
 
 

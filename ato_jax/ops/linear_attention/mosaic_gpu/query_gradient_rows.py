@@ -1,5 +1,5 @@
 """The end of a chunk in `query_gradient.py`: dq, inverse and e from D and z_i [64, 64] of half of
-F, and with a decay each row's sum for its gradient. The role values calls `write_rows`."""
+F, and with a decay each row's sum for its gradient. VALUES calls `write_rows`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def features_of_queries(walk: Walk, chunk: Chunk) -> jax.Array:
 
 def let_queries_go(walk: Walk, chunk: Chunk) -> None:
     plgpu.commit_smem()  # this read finishes before the next load overwrites it
-    plgpu.barrier_arrive(walk.own.q_free.at[chunk.q_slot])
+    walk.own.queries.consumed.arrive(chunk.q_slot)
 
 
 def await_slot(walk: Walk) -> None:
@@ -49,7 +49,7 @@ def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: list[jax.Array], of_st
         target = mosaic.for_copy(own.dq.at[half, pl.ds(parity * C, C)])
         plgpu.copy_gmem_to_smem(source, target, own.share_loaded.at[half])
     if not walk.some_steep:
-        plgpu.barrier_wait(own.q_loaded.at[chunk.q_slot])
+        own.queries.produced.wait(chunk.q_slot)
     phi_q = features_of_queries(walk, chunk)
     if walk.has_units:
         own.largest.at[half, parity][...] = jnp.max(jnp.abs(phi_q), axis=1)
@@ -74,7 +74,7 @@ def write_rows(walk: Walk, chunk: Chunk, D: jax.Array, z: list[jax.Array], of_st
         own.flows.at[half, parity][...] = flow
     dq_slot = own.dq.at[half, pl.ds(parity * C, C)]
     if walk.adds:
-        plgpu.barrier_wait(own.share_loaded.at[half])
+        own.share_loaded.wait(half)
         dq += load(dq_slot).astype(F32)
     dq_slot[...] = mosaic.kept(dq, chunk.count).astype(tiling.dtype)
     store_rows(walk, chunk, dq_slot, inverse, e)
@@ -118,8 +118,8 @@ def weigh(
     if walk.leaves_weights:
         total, den = own_parts
         if heads == 1:
-            plgpu.barrier_arrive(own.exchanged)
-            plgpu.barrier_wait(own.exchanged)
+            own.exchanged.arrive()
+            own.exchanged.wait()
             total, den = (
                 one + load(own.parts.at[parity, 1 - half, number], OF_ROWS)
                 for number, one in enumerate(own_parts)

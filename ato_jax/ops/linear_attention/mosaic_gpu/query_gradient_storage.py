@@ -14,7 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import ALIKE, F32, HALF, Item
+from ato_jax.mosaic import ALIKE, F32, HALF, Array, Buffer, Item, Ring, Role, Signal
 from ato_jax.ops.linear_attention.mosaic_gpu import (
     chunk_borders,
     chunk_decay,
@@ -34,9 +34,22 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 # Slots of g and v, of q, and of k, which is loaded, mapped and multiplied.
 STAGES, Q_STAGES, K_STAGES = 2, 2, 3
-# Registers a thread of the warpgroups of values and of the one of features: without a decay, and
-# with one.
+# Registers a thread of VALUES and of FEATURES: without a decay, and with one.
 OWN_REGISTERS, GATED_REGISTERS = (216, 56), (224, 40)
+
+
+class Cast(NamedTuple):
+    """The roles, in the order of their warpgroups."""
+
+    values: Role
+    memory: Role
+    features: Role
+
+
+def cast_of(gated: bool) -> Cast:
+    values, features = GATED_REGISTERS if gated else OWN_REGISTERS
+    memory = Role("memory", mosaic.MEMORY_REGISTERS)
+    return Cast(Role("values", values, warpgroups=2), memory, Role("features", features))
 
 
 class Arrays(NamedTuple):
@@ -85,37 +98,46 @@ class Left(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage:
-    """Shared memory, whose barriers are counted by hand. It lies in the order of the names."""
+class Storage(mosaic.Storage):
+    dq: Array  # [2, 2 * 64, 64] two slots of dq, of half of F each. See `Walk.start_in`
+    e: Array  # [Q_STAGES, heads * 64] float32, where it is given
+    flows: Array  # [2, 2, 64] float32: of each half, by even and odd chunks
+    g: Array  # [STAGES, 64, V], or two heads of [64, 64]
+    gates: Array  # [K_STAGES, heads * 64] float32
+    inverse: Array  # as e
+    k: Array  # [K_STAGES, 2, 64, 64]; features once they are mapped
+    largest: Array  # as flows, in float16
+    least: Array  # [2, 64] float32, in float16: the least denominator, for each row
+    ones: Array  # [8, 64]
+    parts: Array  # [2, 2, 2, 64] float32: [even or odd chunk, half, terms of a row sum]
+    q: Array  # [Q_STAGES, 2, 64, 64]
+    rows: Array  # [2 * heads, 2, 64] float32: inverse and e to be stored, by even and odd chunks
+    s: Array  # [2, 64, V], with a decay [2, V, 64]: S of half of F each, as products read it
+    start_units: Array  # [2, V] float32: the units of S's rows as S is loaded
+    units: Array  # [2, 64] float32: of its transpose's as that is multiplied
+    v: Array  # as g
+    z: Array  # [2, 64] float32
+    values: Ring  # of g and v
+    keys: Ring  # of k and gates
+    queries: Ring  # of q, and of inverse and e where they are given
+    mapped: Signal  # the slot of `keys` holds phi(k); in `values` rows that do not count are 0
+    start_loaded: Signal  # S and z of a piece, and `ones`
+    exchanged: Signal  # both halves have left their row sums
+    share_loaded: Signal | None  # the share of dq of each half
 
-    dq: Any  # [2, 2 * 64, 64] two slots of dq, of half of F each. See `Walk.start_in`
-    g: Any  # [STAGES, 64, V], or two heads of [64, 64]
-    k: Any  # [K_STAGES, 2, 64, 64]; features once they are mapped
-    ones: Any  # [8, 64]
-    parts: Any  # [2, 2, 2, 64] float32: [even or odd chunk, half, terms of a row sum]
-    q: Any  # [Q_STAGES, 2, 64, 64]
-    rows: Any  # [2 * heads, 2, 64] float32: inverse and e to be stored, by even and odd chunks
-    s: Any  # [2, 64, V], with a decay [2, V, 64]: S of half of F each, as products read it
-    v: Any  # as g
-    z: Any  # [2, 64] float32
-    loaded: Any  # g and v
-    q_loaded: Any  # q, and inverse and e where they are given
-    k_loaded: Any  # k and gates
-    k_mapped: Any
-    free: Any  # g and v
-    q_free: Any
-    k_free: Any
-    start_loaded: Any  # S and z of a piece, and `ones`
-    exchanged: Any  # both halves have left their row sums
-    e: Any = None  # [Q_STAGES, heads * 64] float32, where it is given
-    flows: Any = None  # [2, 2, 64] float32: of each half, by even and odd chunks
-    gates: Any = None  # [K_STAGES, heads * 64] float32
-    inverse: Any = None  # as e
-    largest: Any = None  # as flows, in float16
-    least: Any = None  # [2, 64] float32, in float16: the least denominator, for each row
-    share_loaded: Any = None
-    start_units: Any = None  # [2, V] float32: the units of S's rows as S is loaded
-    units: Any = None  # [2, 64] float32: of its transpose's as that is multiplied
+    barriers = (
+        "exchanged",
+        "values.consumed",
+        "keys.consumed",
+        "keys.produced",
+        "mapped",
+        "leave",
+        "values.produced",
+        "queries.consumed",
+        "queries.produced",
+        "share_loaded",
+        "start_loaded",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,50 +251,62 @@ class Walk:
         return item.first_row + chunk * C < self.few_chunks * C
 
 
-def scratch_of(walk: Walk) -> dict[str, Any]:
-    """The scratch memory of a launch, by the names of `Storage`."""
+def storage_of(walk: Walk) -> Storage:
     spec, tiling, heads = walk.spec, walk.tiling, walk.heads
-    gated, given, has_units = walk.gated, walk.given, walk.has_units
-    has_least = walk.arrays.least is not None
-    scratch = dict(
-        dq=tiling.of_rows(2, 2 * C, HALF),
-        g=tiling.tiles(STAGES),
-        k=tiling.of_rows(K_STAGES, 2, C, HALF),
-        ones=tiling.shared(ALIKE, C),
-        parts=plgpu.SMEM((2, 2, 2, C), F32),
-        q=tiling.of_rows(Q_STAGES, 2, C, HALF),
-        rows=plgpu.SMEM((2 * heads, 2, C), F32),
-        s=tiling.shared(2, *((spec.V, HALF) if gated else (HALF, spec.V))),
-        v=tiling.tiles(STAGES),
-        z=plgpu.SMEM((2, HALF), F32),
-        loaded=plgpu.Barrier(num_arrivals=2 * row_copies.copies_of(tiling), num_barriers=STAGES),
-        q_loaded=plgpu.Barrier(num_arrivals=2 + 2 * heads * given, num_barriers=Q_STAGES),
-        k_loaded=plgpu.Barrier(num_arrivals=2 + heads * gated, num_barriers=K_STAGES),
-        k_mapped=plgpu.Barrier(num_arrivals=1, num_barriers=K_STAGES),
-        free=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        q_free=plgpu.Barrier(num_arrivals=2, num_barriers=Q_STAGES),
-        k_free=plgpu.Barrier(num_arrivals=2, num_barriers=K_STAGES),
-        start_loaded=plgpu.Barrier(num_arrivals=5 + 2 * has_units + 2 * has_least),
-        exchanged=plgpu.Barrier(num_arrivals=2),
-    )
-    if has_units:
-        scratch |= dict(
-            largest=plgpu.SMEM((2, 2, C), F32),
-            start_units=plgpu.SMEM((2, spec.V), F32),
-            units=plgpu.SMEM((2, HALF), F32),
-        )
-    if has_least:
-        scratch |= dict(least=plgpu.SMEM((2, C), F32))
-    if gated:
-        scratch |= dict(
-            gates=plgpu.SMEM((K_STAGES, heads * C), F32), flows=plgpu.SMEM((2, 2, C), F32)
-        )
-    if given:
-        rows = plgpu.SMEM((Q_STAGES, heads * C), F32)
-        scratch |= dict(inverse=rows, e=rows)
+    shared, of_rows = tiling.shared, tiling.of_rows
+    cast = cast_of(walk.gated)
+    copies = row_copies.copies_of(tiling)
+
+    def of_floats(*shape: int, copies: int = 1) -> Buffer:
+        return Buffer(plgpu.SMEM(shape, F32), copies)
+
+    dq = Buffer(of_rows(2, 2 * C, HALF), copies=2)  # of S, which lies there first
+    g, v = (Buffer(tiling.tiles(STAGES), copies) for _ in range(2))
+    k = Buffer(of_rows(K_STAGES, 2, C, HALF), copies=2)
+    q = Buffer(of_rows(Q_STAGES, 2, C, HALF), copies=2)
+    ones, z = Buffer(shared(ALIKE, C)), of_floats(2, HALF, copies=2)
+    e = inverse = flows = gates = largest = least = start_units = units = share_loaded = None
+    if walk.given:
+        inverse, e = (of_floats(Q_STAGES, heads * C, copies=heads) for _ in range(2))
+    if walk.gated:
+        gates = of_floats(K_STAGES, heads * C, copies=heads)
+        flows = of_floats(2, 2, C)
+    if walk.has_units:
+        largest, units = of_floats(2, 2, C), of_floats(2, HALF)
+        start_units = of_floats(2, spec.V, copies=2)
+    if walk.arrays.least is not None:
+        least = of_floats(2, C, copies=2)
     if walk.adds:
-        scratch |= dict(share_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=2))
-    return scratch
+        share = dataclasses.replace(dq, copies=1)
+        share_loaded = Signal((share,), slots=2)
+    start = (part for part in (dq, z, ones, start_units, least) if part is not None)
+    return Storage(
+        dq=dq,
+        e=e,
+        flows=flows,
+        g=g,
+        gates=gates,
+        inverse=inverse,
+        k=k,
+        largest=largest,
+        least=least,
+        ones=ones,
+        parts=of_floats(2, 2, 2, C),
+        q=q,
+        rows=of_floats(2 * heads, 2, C),
+        s=Buffer(shared(2, *((spec.V, HALF) if walk.gated else (HALF, spec.V)))),
+        start_units=start_units,
+        units=units,
+        v=v,
+        z=z,
+        values=Ring.of(STAGES, filled=(g, v), readers=(cast.values,)),
+        keys=Ring.of(K_STAGES, filled=(k, gates), readers=(cast.values,)),
+        queries=Ring.of(Q_STAGES, filled=(q, inverse, e), readers=(cast.values,)),
+        mapped=Signal((cast.features,), within="keys"),
+        start_loaded=Signal(tuple(start)),
+        exchanged=Signal((cast.values,)),
+        share_loaded=share_loaded,
+    )
 
 
 class Chunk(NamedTuple):
