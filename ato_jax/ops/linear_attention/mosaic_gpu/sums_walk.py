@@ -1,6 +1,6 @@
-"""The parts shared by three kernels that sum over the rows of a piece: of float32 arrays
-(`float32_sums.py`), of 8-bit arrays (`float8_sums.py`), and of FAVOR+'s features
-(`projected_sums.py`).
+"""The parts shared by four kernels that sum over the rows of a piece: of float32 arrays
+(`float32_sums.py`), of 8-bit arrays (`float8_sums.py`), of FAVOR+'s features (`projected_sums.py`),
+and of 16-bit arrays where every query sees every key (`whole_sums.py`).
 
     total = sum_j phi(x_j) y_j^T [F, V],  vector = a sum of features [F]
 
@@ -100,13 +100,25 @@ class Walk:
 
     def leave(self, worker: Any, of_piece: tuple[Any, ...], rows: Any, sums: Sums) -> None:
         """Stores a worker's 64 rows of the sums: `rows` of the outputs at the index `of_piece`."""
-        own = self.own
         total, vector = sums
+        self.leave_blocks(worker, of_piece, rows, [total], vector)
+
+    def leave_blocks(
+        self,
+        worker: Any,
+        of_piece: tuple[Any, ...],
+        rows: Any,
+        totals: Sequence[jax.Array],
+        vector: jax.Array,
+    ) -> None:
+        """As `leave`, of a total in blocks of its columns."""
+        own, width = self.own, self.spec.V // len(totals)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         own.vector.at[worker][...] = vector
         for column in range(0, self.spec.V, COLUMNS):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            own.total.at[worker][...] = total[:, column : column + COLUMNS]
+            total, first = totals[column // width], column % width
+            own.total.at[worker][...] = total[:, first : first + COLUMNS]
             plgpu.commit_smem()
             target = self.total.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
             plgpu.copy_smem_to_gmem(own.total.at[worker], target)
