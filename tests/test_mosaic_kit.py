@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 import ato_jax
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, Array, Buffer, Ring, Role, Signal
+from ato_jax.mosaic import F32, Array, Buffer, OneOf, Ring, Role, Signal
 from ato_jax.ops.linear_attention.mosaic_gpu import key_gradient_storage, output
 from tests import mosaic_text
 
@@ -150,6 +150,23 @@ def test_slots_of_barriers_are_those_of_steps() -> None:
     lowered(storage(), number(2))
     with pytest.raises(ValueError, match="a signal of 2 slots is used at a slot among 3"):
         lowered(storage(), number(3))
+
+
+def test_a_slot_may_belong_to_one_warpgroup() -> None:
+    """One of the role's warpgroups arrives, and the role is checked as any other."""
+    own = Signal((OneOf(WORKS), LOADS), slots=4)
+    assert own.arrivals == 2
+    with pytest.raises(ValueError, match="3 slots are not a multiple of the 2 warpgroups of works"):
+        Signal((OneOf(WORKS),), slots=3)
+    declared = dataclasses.replace(storage(), done=Signal((OneOf(WORKS),), slots=2))
+
+    def arrives_at_its_own(own: Storage) -> None:
+        own.rows.consumed.arrive(0)
+        own.done.arrive(mosaic.as_slot(mosaic.group() + 0, 2))
+
+    lowered(declared, arrives_at_its_own)
+    with pytest.raises(ValueError, match="'done' counts arrivals of works, but no role arrives"):
+        lowered(declared, lambda own: (own.rows.consumed.arrive(0), own.done.wait(0)))
 
 
 # As the barriers of these kernels were counted by hand; of one head in a tile, and of two.

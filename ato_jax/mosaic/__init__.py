@@ -61,9 +61,11 @@ from ato_jax.mosaic.program import launch as launch
 from ato_jax.mosaic.program import refusal_of_device as refusal_of_device
 from ato_jax.mosaic.rings import Array as Array
 from ato_jax.mosaic.rings import Buffer as Buffer
+from ato_jax.mosaic.rings import OneOf as OneOf
 from ato_jax.mosaic.rings import Ring as Ring
 from ato_jax.mosaic.rings import Signal as Signal
 from ato_jax.mosaic.rings import Storage as Storage
+from ato_jax.mosaic.rings import as_slot as as_slot
 from ato_jax.mosaic.rings import await_the_last as await_the_last
 from ato_jax.mosaic.rings import slot_among as slot_among
 from ato_jax.mosaic.rings import slot_of as slot_of

@@ -48,23 +48,44 @@ Array = Any
 
 
 @dataclasses.dataclass(frozen=True)
+class OneOf:
+    """A role as one that arrives at a slot by one of its warpgroups alone, the one to which the
+    slot belongs: where `schedule.in_turn` deals steps to warpgroups, or each has its own slot."""
+
+    role: Role
+
+
+@dataclasses.dataclass(frozen=True)
 class Signal:
     """A barrier for each of `slots`. A phase completes when all of `by` have arrived: each
-    warpgroup of a role, and each copy into a buffer.
+    warpgroup of a role, or `OneOf` them, and each copy into a buffer.
 
     `within` is the name of the field of `Storage` with a ring. `Storage` then sets `slots` to the
     number of the ring's slots.
     """
 
-    by: tuple[Role | Buffer, ...]
+    by: tuple[Role | OneOf | Buffer, ...]
     slots: int = 1
     within: str | None = None
     barrier: Any = None
     used: set[Role | str] = dataclasses.field(default_factory=set, compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        for one in self.by:
+            if isinstance(one, OneOf) and self.within is None and self.slots % one.role.warpgroups:
+                raise ValueError(
+                    f"{self.slots} slots are not a multiple of the {one.role.warpgroups} "
+                    f"warpgroups of {one.role.name}, so no slot belongs to one of them"
+                )
+
     @property
     def arrivals(self) -> int:
-        return sum(one.warpgroups if isinstance(one, Role) else one.copies for one in self.by)
+        def count(one: Role | OneOf | Buffer) -> int:
+            if isinstance(one, OneOf):
+                return 1
+            return one.warpgroups if isinstance(one, Role) else one.copies
+
+        return sum(count(one) for one in self.by)
 
     @property
     def type(self) -> Any:
@@ -97,7 +118,8 @@ class Signal:
     def check(self, name: str) -> None:
         """Checks, when all roles are traced, that the roles which arrive are those declared. A
         signal that no role uses cannot block, and passes."""
-        declared = {one for one in self.by if isinstance(one, Role)}
+        roles_of = (one.role if isinstance(one, OneOf) else one for one in self.by)
+        declared = {one for one in roles_of if isinstance(one, Role)}
         arrived = {one for one in self.used if isinstance(one, Role)}
         if self.used and arrived != declared:
             listed = [
@@ -128,7 +150,7 @@ class Ring:
 
     @classmethod
     def of(
-        cls, slots: int, filled: Iterable[Role | Buffer | None], readers: Iterable[Role]
+        cls, slots: int, filled: Iterable[Role | Buffer | None], readers: Iterable[Role | OneOf]
     ) -> Ring:
         """`filled` are the buffers whose copies fill a slot, or the roles that fill it; None stands
         for a buffer that this kernel does not have. `readers` are the roles that release a slot."""
@@ -249,15 +271,14 @@ def check_slot(slot: Any, slots: int) -> None:
 
 
 def slot_of(step: Any, slots: int) -> Any:
-    return slot_among(lax.rem(step, slots), slots)
+    return as_slot(lax.rem(step, slots), slots)
 
 
-def slot_among(slot: Any, slots: int) -> Any:
-    """`slot`, which the caller knows to be less than `slots`: a warpgroup's number in its role, for
-    a signal that has a barrier for each of them."""
+def as_slot(number: Any, slots: int) -> Any:
+    """`number`, to be used as one of `slots` though no step tells it, such as a warpgroup's."""
     if (known := found_slots.get()) is not None:
-        known[id(slot)] = slot, slots
-    return slot
+        known[id(number)] = number, slots
+    return number
 
 
 def wait_until_free(barriers: Any, step: Any, slots: int) -> None:

@@ -73,6 +73,17 @@ def has_units_of_features(spec: LinearAttentionSpec) -> bool:
     return has_units(jnp.dtype(spec.dtype)) and spec.feature_map.name != "identity"
 
 
+def rounds_in_units(spec: LinearAttentionSpec) -> bool:
+    """Whether features that are multiplied with S or R, or that R is the sum of, have units: with a
+    normaliser they are shares, which have none."""
+    return has_units_of_features(spec) and not spec.normalize
+
+
+def has_shares(spec: LinearAttentionSpec) -> bool:
+    """Whether shares stand in the place of features."""
+    return has_units(jnp.dtype(spec.dtype)) and spec.normalize
+
+
 def rows_in_units(parts: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     """Rows of features in parts [rows, columns] float32, rounded in the unit of each row, and the
     units [rows]."""
