@@ -12,13 +12,37 @@ inverse_i (phi'(q_i) is the derivative of phi):
 
 Without a normaliser inverse is 1 and e is 0, and S contains the scale.
 
-    memory    loads S and z of a head, and chunks of q and g
-    dq        two warpgroups with half of F each: they map q once, compute dq, and store phi' to
-              q's place
-    sums      keeps R in registers
+Warpgroups, and the barriers between them:
 
-Once a chunk the warpgroups of dq exchange their terms of e and den. Features stay in float32, so
-phi' is rounded once, and e follows from the same G and den as dq.
+    MEMORY (2)   loads S, z and the least denominator of a head, and its chunks as slots come free
+      |    |
+      |    |  rows: q and g loaded
+      |  state: S, z and the least denominator, loaded once an item
+      v    v
+    DQ (0, 1)    half of F each: maps q once, computes dq, and stores phi' to q's place. Barriers
+      |          between its two warpgroups:
+      |          exchanged: both have left their terms of e and den
+      |          multiplied: both have multiplied all of g; only where there are lengths
+      |          and within one of them, in float16:
+      |          largest_stored: each row's largest magnitude
+      |
+      |  mapped: phi' lies in the slot of `rows`
+      v
+    SUMS (3)     keeps R in registers. At its start it stores `ones`, which DQ awaits: ones_stored
+
+MEMORY loads a slot of `rows` again when SUMS has consumed it, and `state` when DQ has. Features
+stay in float32, so phi' is rounded once, and e follows from the same G and den as dq. u is a sum
+over rows: a product of the rows in two parts with ones, once a piece.
+
+    symbol    shape          what it is
+    q         [2, 64, 64]    a chunk's rows, of each half of F; then phi'
+    g         [64, V]        a chunk's rows
+    s, z      [F, V], [F]    the head's sums over all keys, in halves of F
+    G         [64, 64]       half the gradient of phi(q), then half of dq
+    inverse   [64]           1 / max(den, least)
+    total     [64, 64]       -sum e phi' of the rows so far at the same place in a chunk; u is its
+                             sum over rows. Without a normaliser in float16 phi(q)'s unit, [64]
+    R         [F, V]         float32, in halves of F
 
 In float16 (`whole_units.py`) S has a unit of its head without a normaliser. With one S is passed as
 means, and phi' are shares, which are multiplied by `LARGEST`. u is accumulated in a unit of its
@@ -29,11 +53,15 @@ and have none.
 Pallas adds no barriers around loads and stores here (`own_barriers`). A warp only stores where it
 alone has loaded, or after `wait_smem_to_gmem`; and a warpgroup that waits on a barrier sees all
 stores ahead of the arrivals on it.
+
+`whole_query_gradient_storage.py` has the shared memory.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -42,28 +70,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import (
-    ALIKE,
-    F32,
-    HALF,
-    OF_COLUMNS,
-    OF_ROWS,
-    Item,
-    load,
-    multiply,
-    slot_of,
-)
+from ato_jax.mosaic import ALIKE, F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, multiply
 from ato_jax.mosaic.scales import LEAST_UNIT
 from ato_jax.mosaic.tiles import tiled
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, whole_units
-from ato_jax.ops.linear_attention.mosaic_gpu.frame import MEMORY, C, F, V
+from ato_jax.ops.linear_attention.mosaic_gpu import frame, row_copies
+from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
+from ato_jax.ops.linear_attention.mosaic_gpu.whole_query_gradient_storage import (
+    COLUMNS,
+    DQ,
+    MEMORY,
+    ROLES,
+    SUMS,
+    Storage,
+    Walk,
+    storage_of,
+)
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
-
-SUMS = 3  # the warpgroup of the role sums; those of dq are 0 and 1
-STAGES = 4
-DQ_REGISTERS, SUMS_REGISTERS = 160, 168
-COLUMNS = 32  # columns of R that are stored at once
 
 
 def whole_query_gradient(
@@ -88,299 +111,294 @@ def whole_query_gradient(
       lengths: [B] of queries.
       units: [B, G] float32 of s, in float16 without a normaliser.
     """
-    tiling, maps = row_copies.tiling(spec), feature_maps.features(spec)
-    group_size = spec.H // spec.G
-    scratch = dict(
-        q_s=tiling.of_rows(STAGES, 2, C, HALF),
-        g_s=tiling.tiles(STAGES),
-        s_s=tiling.shared(2, HALF, V),
-        z_s=plgpu.SMEM((2, HALF), F32),
-        least_s=plgpu.SMEM((C,), F32),
-        ones_s=tiling.shared(ALIKE, C),
-        parts_s=plgpu.SMEM((2, 2, 2, C), F32),  # [even or odd chunk, half, terms of e or den]
-        dq_s=tiling.of_rows(2, 2, C, HALF),
-        r_s=tiling.shared(2, HALF, COLUMNS, dtype=F32),
-        u_s=plgpu.SMEM((2, HALF), F32),
-        loaded=plgpu.Barrier(num_arrivals=2 + row_copies.copies_of(tiling), num_barriers=STAGES),
-        mapped=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        exchanged=plgpu.Barrier(num_arrivals=2),
-        ones_stored=plgpu.Barrier(num_arrivals=1),
-        s_loaded=plgpu.Barrier(num_arrivals=5),
-        s_free=plgpu.Barrier(num_arrivals=2),
+    arrays = dict(q=q, g=g, s=s, z=z, least=least, lengths=lengths, units=units)
+    given = {name: array for name, array in arrays.items() if array is not None}
+    of_pieces = spec.B, spec.H, deal.pieces
+    out_types = {
+        "dq": jax.ShapeDtypeStruct(q.shape, row_copies.tiling(spec).dtype),
+        "r": jax.ShapeDtypeStruct((*of_pieces, F, V), F32),
+        "u": jax.ShapeDtypeStruct((*of_pieces, F), F32),
+    }
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        return Walk(spec, deal, own, **dict(zip((*given, *out_types), refs, strict=True)))
+
+    parts = (MEMORY, memory), (SUMS, sums), (DQ, query_gradient)
+    program = mosaic.Program(ROLES, storage_of(spec, lengths is not None), parts, bind)
+    found: tuple[jax.Array, jax.Array, jax.Array] = mosaic.launch(
+        frame.name_of("whole_query_gradient"),
+        program,
+        deal,
+        tuple(out_types.values()),
+        tuple(given.values()),
+        own_barriers=True,
     )
-    if lengths is not None:
-        scratch["multiplied"] = plgpu.Barrier(num_arrivals=2)
-    half_precision = mosaic.has_units(tiling.dtype)
-    of_shares = half_precision and spec.normalize
-    in_units = whole_units.has_units_of_features(spec) and not spec.normalize
-    if of_shares or in_units:
-        scratch["largest_s"] = plgpu.SMEM((2, C), F32)
-        scratch["largest_stored"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
-    if in_units:
-        scratch["phi_units_s"] = plgpu.SMEM((STAGES, 2, C), F32)
+    return found
 
-    def body(
-        q_ref: Any,
-        g_ref: Any,
-        s_ref: Any,
-        z_ref: Any,
-        least_ref: Any,
-        *refs: Any,
-        q_s: Any,
-        g_s: Any,
-        s_s: Any,
-        z_s: Any,
-        least_s: Any,
-        ones_s: Any,
-        parts_s: Any,
-        dq_s: Any,
-        r_s: Any,
-        u_s: Any,
-        loaded: Any,
-        mapped: Any,
-        free: Any,
-        exchanged: Any,
-        ones_stored: Any,
-        s_loaded: Any,
-        s_free: Any,
-        multiplied: Any = None,
-        largest_s: Any = None,
-        largest_stored: Any = None,
-        phi_units_s: Any = None,
-    ) -> None:
-        *given, dq_ref, r_ref, u_ref = refs
-        units_ref: Any = given.pop() if units is not None else None
-        (lengths_ref,) = given or (None,)
-        g_rows = tiled(g_s)
 
-        def load_piece(item: Item) -> None:
-            of_head = item.batch, lax.div(item.head, group_size)
+def memory(walk: Walk) -> None:
+    """Loads the state of each item, and its chunks."""
+    own = walk.own
+    steps = walk.deal.each(functools.partial(load_piece, walk))
+    own.state.consumed.wait()
+    own.rows.drain(steps)
 
-            @pl.when(item.number > 0)
-            def _() -> None:
-                plgpu.barrier_wait(s_free)
 
-            for half in range(2):
-                rows = pl.ds(half * HALF, HALF)
-                for ref, own in ((s_ref, s_s), (z_ref, z_s)):
-                    plgpu.copy_gmem_to_smem(ref.at[(*of_head, rows)], own.at[half], s_loaded)
-            plgpu.copy_gmem_to_smem(least_ref.at[of_head], least_s, s_loaded)
+def load_piece(walk: Walk, item: Item) -> None:
+    own, tiling, of_head = walk.own, walk.tiling, walk.head_of_state(item)
 
-            def load_chunk(chunk: Any, _: None) -> None:
-                step, rows = item.before + chunk, item.rows(chunk)
-                slot = slot_of(step, STAGES)
-                mosaic.wait_until_free(free, step, STAGES)
-                for half in range(2):
-                    of_half = q_ref, item, rows, item.head, half
-                    own_q = q_s.at[slot, half]
-                    row_copies.copy_block(tiling, *of_half, own_q, loaded.at[slot])
-                tiling.copy_tile(g_ref, item, rows, item.head, g_s, slot, loaded)
+    @pl.when(item.number > 0)
+    def _() -> None:
+        own.state.consumed.wait()
 
-            lax.fori_loop(0, item.chunks, load_chunk, None)
+    loaded = own.state.produced.barrier
+    for half in range(2):
+        rows = pl.ds(half * HALF, HALF)
+        for ref, target in ((walk.s, own.s), (walk.z, own.z)):  # [64, V] and [64]
+            plgpu.copy_gmem_to_smem(ref.at[(*of_head, rows)], target.at[half], loaded)
+    plgpu.copy_gmem_to_smem(walk.least.at[of_head], own.least, loaded)  # [64]
 
-        def least_unit() -> jax.Array:
-            return plgpu.layout_cast(jnp.full((C,), LEAST_UNIT, F32), OF_ROWS)
+    def load_chunk(chunk: Any, _: None) -> None:
+        step, rows = item.before + chunk, item.rows(chunk)
+        slot = own.rows.slot(step)
+        own.rows.acquire(step)
+        for half in range(2):
+            source = walk.q, item, rows, item.head, half  # [64, 64]
+            target = own.q.at[slot, half]
+            row_copies.copy_block(tiling, *source, target, own.rows.produced.at[slot])
+        produced = own.rows.produced
+        tiling.copy_tile(walk.g, item, rows, item.head, own.g, slot, produced)  # [64, V]
 
-        def first_carried() -> jax.Array:
-            """The sum that u is made of, [C, HALF]; or the unit of phi(q), repeated in [C]."""
-            return least_unit() if in_units else mosaic.zeros(C, HALF)
+    lax.fori_loop(0, item.chunks, load_chunk, None)
 
-        def write_piece(item: Item) -> None:
-            half = mosaic.group()
-            s_unit: Any = None
-            if units_ref is not None:
-                s_unit = units_ref[item.batch, lax.div(item.head, group_size)]
-            plgpu.barrier_wait(s_loaded)
 
-            def z() -> jax.Array:
-                """Read where it is needed: there are no registers to keep it in."""
-                return mosaic.in_rows(load(z_s.at[half], OF_COLUMNS), C)
+class Half(NamedTuple):
+    """An item, and the half of F that this warpgroup has."""
 
-            def scaled(slope: jax.Array, inverse: Any) -> jax.Array:
-                """The derivative of what shares have in place of phi(q). In this order it is 0
-                where slope is, and near 1 at most where slope is about phi(q)."""
-                return slope * z() * inverse if of_shares else slope
+    item: Item
+    half: Any
+    s_unit: Any
 
-            def unit_of(x: jax.Array) -> jax.Array:
-                """The largest magnitude of x [C, HALF] over `LARGEST`: [C] times the same."""
-                own = largest_s.at[half]
-                own[...] = jnp.max(jnp.abs(x), axis=1)
-                plgpu.barrier_arrive(largest_stored.at[half])
-                plgpu.barrier_wait(largest_stored.at[half])
-                return mosaic.unit_of(own, C) * (1 / LARGEST)
 
-            def mask_cotangents(slot: Any, count: Any) -> None:
-                """Sets half the columns of g to 0 in rows that do not count, ahead of the sums:
-                0 does not cancel NaN. Both halves have been multiplied with all of g."""
+def query_gradient(walk: Walk) -> None:
+    """Computes half the columns of dq, and the same half of u."""
+    walk.own.ones_stored.wait()
+    walk.deal.each(functools.partial(write_piece, walk))
+    plgpu.wait_smem_to_gmem(0)
 
-                @pl.when(count < C)
-                def _() -> None:
-                    plgpu.barrier_arrive(multiplied)
-                    plgpu.barrier_wait(multiplied)
-                    mosaic.keep_rows(g_rows.at[slot, :, pl.ds(half * HALF, HALF)], count)
 
-            def write_chunk(chunk: Any, total: jax.Array) -> jax.Array:
-                step = item.before + chunk
-                slot, parity = slot_of(step, STAGES), slot_of(step, 2)
-                own_q, own_dq = q_s.at[slot, half], dq_s.at[parity, half]
-                count = item.rows_within(chunk, lengths_ref)
+def write_piece(walk: Walk, item: Item) -> None:
+    own = walk.own
+    half = mosaic.as_slot(mosaic.group(), DQ.warpgroups)
+    s_unit = None if walk.units is None else walk.units[walk.head_of_state(item)]
+    own.state.produced.wait()
+    piece = Half(item, half, s_unit)
+    start = least_unit() if walk.in_units else mosaic.zeros(C, HALF)
+    write_one = functools.partial(write_chunk, walk, piece)
+    total = lax.fori_loop(0, item.chunks, write_one, start)
+    own.state.consumed.arrive()
+    leave_u(walk, piece, mosaic.zeros(C, HALF) if walk.in_units else total)
 
-                def features() -> jax.Array:
-                    x = load(own_q)
-                    phi = maps.unrounded(maps.present(x, half * HALF) if in_units else x)
-                    if count is not None:
-                        return mosaic.kept(phi, count)
-                    if maps.slope_is_known and not in_units or deal.length % C == 0:
-                        return phi
-                    # Beyond the end g is 0, but phi(0) inverse may be large or not finite, and
-                    # phi(0) the largest of its half.
-                    return mosaic.kept(phi, deal.length - item.first_row - chunk * C)
 
-                plgpu.barrier_wait(loaded.at[slot])
-                products = [(g_rows.at[slot], s_s.at[half].T)]
-                G, phi_q = mosaic.multiply_while(products, (C, HALF), features)
-                if s_unit is not None:
-                    G = G * s_unit
-                if count is not None:
-                    mask_cotangents(slot, count)
-                mapped_q, inverse = phi_q, None
-                if spec.normalize:
-                    of_phi = phi_q * z() if of_shares else phi_q
-                    own_parts = jnp.sum(of_phi * G, axis=1), jnp.sum(phi_q * z(), axis=1)
-                    for number, own in enumerate(own_parts):
-                        parts_s.at[parity, half, number][...] = own
-                    plgpu.barrier_arrive(exchanged)
-                    plgpu.barrier_wait(exchanged)
-                    of_e, den = (
-                        own + load(parts_s.at[parity, 1 - half, number], OF_ROWS)
-                        for number, own in enumerate(own_parts)
-                    )
-                    least = load(least_s, OF_ROWS)
-                    inverse = 1.0 / jnp.maximum(den, least)
-                    e = mosaic.in_columns(jnp.where(den > least, of_e * inverse, 0.0), HALF)
-                    inverse = mosaic.in_columns(inverse, HALF)
-                    mapped_q = (phi_q * z() if of_shares else phi_q) * inverse
-                    total -= e * mapped_q
-                    if of_shares:
-                        G = G - e
-                        mapped_q = mapped_q * LARGEST
-                    else:
-                        G = (G - e * z()) * inverse
-                if not maps.slope_is_known:  # of x, which phi' replaces
-                    G = G * scaled(maps.slope(load(own_q)), inverse)
-                if in_units:
-                    total = jnp.maximum(total, unit_of(mapped_q))
-                    phi_units_s.at[slot, half][...] = total
-                    mapped_q = mosaic.in_units(mapped_q, total)
-                own_q[...] = mapped_q.astype(tiling.dtype)
-                # Behind this wait the store of two chunks ago has read the slot.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                if maps.slope_is_known:
-                    G = G * scaled(maps.slope_of_features(phi_q), inverse)
-                own_dq[...] = mosaic.kept(G, count).astype(tiling.dtype)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(mapped.at[slot])
-                target = dq_ref, item, item.rows(chunk), item.head, half
-                row_copies.leave_block(tiling, own_dq, *target)
-                return total
+def write_chunk(walk: Walk, piece: Half, chunk: Any, total: jax.Array) -> jax.Array:
+    """Carries what u is the sum over rows of, [64, 64]; or the unit of phi(q), repeated in [64]."""
+    own, tiling, item, half = walk.own, walk.tiling, piece.item, piece.half
+    step = item.before + chunk
+    slot, parity = own.rows.slot(step), mosaic.slot_of(step, 2)
+    own_q, own_dq = own.q.at[slot, half], own.dq.at[parity, half]
+    count = item.rows_within(chunk, walk.lengths)
+    own.rows.produced.wait(slot)
+    products = [(tiled(own.g).at[slot], own.s.at[half].T)]
+    map_q = functools.partial(features_of, walk, piece, chunk, own_q, count)
+    G, phi_q = mosaic.multiply_while(products, (C, HALF), map_q)
+    if piece.s_unit is not None:
+        G = G * piece.s_unit
+    if count is not None:
+        mask_cotangents(walk, half, slot, count)
+    mapped_q, inverse = phi_q, None
+    if walk.spec.normalize:
+        G, mapped_q, inverse, total = normalised(walk, half, parity, G, phi_q, total)
+    if not walk.phi.slope_is_known:  # of x, which phi' replaces
+        G = G * scaled_slope(walk, half, walk.phi.slope(load(own_q)), inverse)
+    if walk.in_units:
+        total = jnp.maximum(total, unit_of(walk, half, mapped_q))
+        own.phi_units.at[slot, half][...] = total
+        mapped_q = mosaic.in_units(mapped_q, total)
+    own_q[...] = mapped_q.astype(tiling.dtype)
+    # Behind this wait the store of two chunks ago has read the slot.
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    if walk.phi.slope_is_known:
+        G = G * scaled_slope(walk, half, walk.phi.slope_of_features(phi_q), inverse)
+    own_dq[...] = mosaic.kept(G, count).astype(tiling.dtype)
+    plgpu.commit_smem()
+    own.mapped.arrive(slot)
+    target = walk.dq, item, item.rows(chunk), item.head, half
+    row_copies.leave_block(tiling, own_dq, *target)
+    return total
 
-            total = lax.fori_loop(0, item.chunks, write_chunk, first_carried())
-            plgpu.barrier_arrive(s_free)
-            total = mosaic.zeros(C, HALF) if in_units else total
-            # The sum over rows, by a product of the rows in two parts with ones.
-            u_unit: Any = None
-            if of_shares:
-                u_unit = unit_of(total)
-                total = mosaic.in_units(total, u_unit)
-            rounded = mosaic.rounded(total, tiling.dtype)
-            sums = mosaic.zeros(HALF, ALIKE)
-            for one in (rounded, (total - rounded.astype(F32)).astype(tiling.dtype)):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                dq_s.at[0, half][...] = one
-                plgpu.commit_smem()
-                (sums,) = multiply((sums, [(dq_s.at[0, half].T, ones_s.T)]))
-            u = jnp.max(sums, axis=1)  # all columns are equal
-            u_s.at[half][...] = u if u_unit is None else u * u_unit
-            plgpu.commit_smem()
+
+def features_of(walk: Walk, piece: Half, chunk: Any, own_q: Any, count: Any) -> jax.Array:
+    """phi(q) [64, 64], float32; 0 in rows that do not count."""
+    maps, item = walk.phi, piece.item
+    x = load(own_q)
+    phi = maps.unrounded(maps.present(x, piece.half * HALF) if walk.in_units else x)
+    if count is not None:
+        return mosaic.kept(phi, count)
+    if maps.slope_is_known and not walk.in_units or walk.deal.length % C == 0:
+        return phi
+    # Beyond the end g is 0, but phi(0) inverse may be large or not finite, and phi(0) the largest
+    # of its half.
+    return mosaic.kept(phi, walk.deal.length - item.first_row - chunk * C)
+
+
+def z_of(walk: Walk, half: Any) -> jax.Array:
+    """z [64, 64] of half of F, read where it is needed: there are no registers to keep it in."""
+    return mosaic.in_rows(load(walk.own.z.at[half], OF_COLUMNS), C)
+
+
+def normalised(
+    walk: Walk, half: Any, parity: Any, G: jax.Array, phi_q: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What phi'(q) is multiplied by for dq (for shares also by z and inverse, later); phi', or
+    shares times `LARGEST`; inverse, in all columns; and `total` with this chunk's -e phi'."""
+    own = walk.own
+
+    def of_shares() -> jax.Array:
+        return phi_q * z_of(walk, half) if walk.of_shares else phi_q
+
+    terms = jnp.sum(of_shares() * G, axis=1), jnp.sum(phi_q * z_of(walk, half), axis=1)
+    for number, term in enumerate(terms):
+        own.parts.at[parity, half, number][...] = term
+    own.exchanged.arrive()
+    own.exchanged.wait()
+    of_e, den = (
+        term + load(own.parts.at[parity, 1 - half, number], OF_ROWS)
+        for number, term in enumerate(terms)
+    )
+    least = load(own.least, OF_ROWS)
+    inverse = 1.0 / jnp.maximum(den, least)
+    e = mosaic.in_columns(jnp.where(den > least, of_e * inverse, 0.0), HALF)
+    inverse = mosaic.in_columns(inverse, HALF)
+    mapped_q = of_shares() * inverse
+    total -= e * mapped_q
+    if walk.of_shares:
+        return G - e, mapped_q * LARGEST, inverse, total
+    return (G - e * z_of(walk, half)) * inverse, mapped_q, inverse, total
+
+
+def scaled_slope(walk: Walk, half: Any, slope: jax.Array, inverse: Any) -> jax.Array:
+    """The derivative of what shares have in place of phi(q). In this order it is 0 where slope is,
+    and near 1 at most where slope is about phi(q)."""
+    return slope * z_of(walk, half) * inverse if walk.of_shares else slope
+
+
+def unit_of(walk: Walk, half: Any, x: jax.Array) -> jax.Array:
+    """The largest magnitude of x [64, 64] over `LARGEST`: [64] times the same."""
+    own = walk.own
+    assert own.largest_stored is not None
+    largest = own.largest.at[half]
+    largest[...] = jnp.max(jnp.abs(x), axis=1)
+    own.largest_stored.arrive(half)
+    own.largest_stored.wait(half)
+    return mosaic.unit_of(largest, C) * (1 / LARGEST)
+
+
+def mask_cotangents(walk: Walk, half: Any, slot: Any, count: Any) -> None:
+    """Sets half the columns of g to 0 in rows that do not count, ahead of the sums: 0 does not
+    cancel NaN. Both halves have been multiplied with all of g."""
+    own, multiplied = walk.own, walk.own.multiplied
+    assert multiplied is not None
+
+    @pl.when(count < C)
+    def _() -> None:
+        multiplied.arrive()
+        multiplied.wait()
+        mosaic.keep_rows(tiled(own.g).at[slot, :, pl.ds(half * HALF, HALF)], count)
+
+
+def leave_u(walk: Walk, piece: Half, total: jax.Array) -> None:
+    """Stores half of u, the sum over the rows of `total`: a product of these in two parts with
+    ones."""
+    own, dtype, item, half = walk.own, walk.tiling.dtype, piece.item, piece.half
+    u_unit: Any = None
+    if walk.of_shares:
+        u_unit = unit_of(walk, half, total)
+        total = mosaic.in_units(total, u_unit)
+    rounded = mosaic.rounded(total, dtype)
+    sums = mosaic.zeros(HALF, ALIKE)
+    for part in (rounded, (total - rounded.astype(F32)).astype(dtype)):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        own.dq.at[0, half][...] = part
+        plgpu.commit_smem()
+        (sums,) = multiply((sums, [(own.dq.at[0, half].T, own.ones.T)]))
+    u = jnp.max(sums, axis=1)  # all columns are equal
+    own.u.at[half][...] = u if u_unit is None else u * u_unit
+    plgpu.commit_smem()
+    rows = pl.ds(half * HALF, HALF)
+    target = walk.u.at[item.batch, item.head, item.piece, rows]
+    plgpu.copy_smem_to_gmem(own.u.at[half], target)
+
+
+def least_unit() -> jax.Array:
+    return plgpu.layout_cast(jnp.full((C,), LEAST_UNIT, F32), OF_ROWS)
+
+
+def sums(walk: Walk) -> None:
+    """Adds up R of each piece."""
+    own = walk.own
+    mosaic.store_transposed(own.ones, mosaic.ones(C, ALIKE, walk.tiling.dtype))
+    plgpu.commit_smem()
+    own.ones_stored.arrive()
+    walk.deal.each(functools.partial(sum_piece, walk))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def sum_piece(walk: Walk, item: Item) -> None:
+    start = mosaic.zeros(HALF, V), mosaic.zeros(HALF, V)
+    units = [least_unit()] * 2 if walk.in_units else []
+    sum_one = functools.partial(sum_chunk, walk, item)
+    halves, units = lax.fori_loop(0, item.chunks, sum_one, (start, units))
+    if walk.in_units:
+        halves = times(halves, units)
+    if walk.of_shares:
+        halves = tuple(total * (1 / LARGEST) for total in halves)
+    leave_r(walk, item, halves)
+
+
+def sum_chunk(walk: Walk, item: Item, chunk: Any, carried: Any) -> Any:
+    """Carries R in halves, [64, V] each, and the unit of each half of phi(q), repeated in [64]."""
+    own = walk.own
+    halves, before = carried
+    slot = own.rows.slot(item.before + chunk)
+    own.mapped.wait(slot)
+    if walk.in_units:
+        units = [load(own.phi_units.at[slot, half], OF_ROWS) for half in range(2)]
+        halves = times(halves, [x / y for x, y in zip(before, units, strict=True)])
+        before = units
+    g = tiled(own.g).at[slot]
+    halves = multiply(
+        *((total, [(own.q.at[slot, half].T, g)]) for half, total in enumerate(halves))
+    )
+    own.rows.consumed.arrive(slot)
+    return halves, before
+
+
+def times(halves: Any, factors: list[jax.Array]) -> Any:
+    """R in halves, times a factor for each feature."""
+    pairs = zip(halves, factors, strict=True)
+    return tuple(total * mosaic.in_columns(factor, V) for total, factor in pairs)
+
+
+def leave_r(walk: Walk, item: Item, halves: Sequence[jax.Array]) -> None:
+    """Stores R of a piece, some columns at a time."""
+    own, of_piece = walk.own, (item.batch, item.head, item.piece)
+    for column in range(0, V, COLUMNS):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        columns = slice(column, column + COLUMNS)
+        for half, total in enumerate(halves):
+            own.r.at[half][...] = total[:, columns]
+        plgpu.commit_smem()
+        for half in range(2):
             rows = pl.ds(half * HALF, HALF)
-            plgpu.copy_smem_to_gmem(u_s.at[half], u_ref.at[item.batch, item.head, item.piece, rows])
-
-        def sum_piece(item: Item) -> None:
-            def units_in(slot: Any) -> list[jax.Array]:
-                """The unit of phi(q) in each half, repeated in [HALF]."""
-                return [load(phi_units_s.at[slot, half], OF_ROWS) for half in range(2)]
-
-            def times(halves: Any, factors: list[jax.Array]) -> Any:
-                pairs = zip(halves, factors, strict=True)
-                return tuple(total * mosaic.in_columns(factor, V) for total, factor in pairs)
-
-            def sum_chunk(chunk: Any, carried: Any) -> Any:
-                halves, before = carried
-                slot = slot_of(item.before + chunk, STAGES)
-                plgpu.barrier_wait(mapped.at[slot])
-                if in_units:
-                    units = units_in(slot)
-                    halves = times(halves, [x / y for x, y in zip(before, units, strict=True)])
-                    before = units
-                halves = multiply(
-                    *(
-                        (total, [(q_s.at[slot, half].T, g_rows.at[slot])])
-                        for half, total in enumerate(halves)
-                    )
-                )
-                plgpu.barrier_arrive(free.at[slot])
-                return halves, before
-
-            start = mosaic.zeros(HALF, V), mosaic.zeros(HALF, V)
-            units = [least_unit()] * 2 if in_units else []
-            halves, units = lax.fori_loop(0, item.chunks, sum_chunk, (start, units))
-            if in_units:
-                halves = times(halves, units)
-            if of_shares:
-                halves = tuple(total * (1 / LARGEST) for total in halves)
-            of_piece = item.batch, item.head, item.piece
-            for column in range(0, V, COLUMNS):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                columns = slice(column, column + COLUMNS)
-                for half, total in enumerate(halves):
-                    r_s.at[half][...] = total[:, columns]
-                plgpu.commit_smem()
-                for half in range(2):
-                    rows = pl.ds(half * HALF, HALF)
-                    plgpu.copy_smem_to_gmem(
-                        r_s.at[half], r_ref.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
-                    )
-
-        @pl.when(mosaic.group() == MEMORY)
-        def _memory() -> None:
-            mosaic.set_registers(mosaic.MEMORY_REGISTERS, frame.WARPGROUPS)
-            steps = deal.each(load_piece)
-            plgpu.barrier_wait(s_free)
-            mosaic.await_the_last(free, steps, STAGES)
-
-        @pl.when(mosaic.group() == SUMS)
-        def _sums() -> None:
-            mosaic.set_registers(SUMS_REGISTERS, frame.WARPGROUPS)
-            mosaic.store_transposed(ones_s, mosaic.ones(C, ALIKE, tiling.dtype))
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(ones_stored)
-            deal.each(sum_piece)
-            plgpu.wait_smem_to_gmem(0)
-
-        @pl.when(mosaic.group() < MEMORY)
-        def _dq() -> None:
-            mosaic.set_registers(DQ_REGISTERS, frame.WARPGROUPS)
-            plgpu.barrier_wait(ones_stored)
-            deal.each(write_piece)
-            plgpu.wait_smem_to_gmem(0)
-
-    out_type = (
-        jax.ShapeDtypeStruct(q.shape, tiling.dtype),
-        jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F, V), F32),
-        jax.ShapeDtypeStruct((spec.B, spec.H, deal.pieces, F), F32),
-    )
-    arrays = [q, g, s, z, least, *(x for x in (lengths, units) if x is not None)]
-    return frame.launch(
-        body, "whole_query_gradient", deal, out_type, scratch, arrays, own_barriers=True
-    )
+            target = walk.r.at[(*of_piece, rows, pl.ds(column, COLUMNS))]
+            plgpu.copy_smem_to_gmem(own.r.at[half], target)
