@@ -6,8 +6,25 @@ queries (`whole_query_gradient.py`):
     dv_j = R^T phi(k_j)
     dk_j = (R v_j + u) phi'(k_j)        phi' is phi's derivative
 
-    memory       loads R and u of a head, and chunks of k and v, across pieces
-    gradients    three warpgroups that take chunks in turn: phi(k) in registers, dk, then dv
+Warpgroups, and the barriers between them:
+
+    MEMORY (3)            loads R and u of a head, and its chunks as slots come free, across pieces
+      |    |    |
+      |    |    |  keys: k loaded
+      |    |  values: v loaded
+      |  state: R, u and inverse, loaded once an item
+      v    v    v
+    GRADIENTS (0, 1, 2)   take chunks in turn: phi(k) in registers, dk, then dv
+
+Each slot of `keys` and `values` belongs to one warpgroup of GRADIENTS, which alone consumes it; all
+three consume `state`.
+
+    symbol     shape     what it is
+    k, v       [64, D]   a chunk's rows
+    R, u       [F, V]    sums over all queries; u is [F]
+    inverse    [F]       in float16 with a normaliser, `LARGEST` / z
+    unit       -         in float16, that of R
+    phi        [64, F]   features of the chunk's keys, or shares
 
 Where phi' is computed from k and not from phi(k), registers have no room for k: k stays in its slot
 of shared memory until dk is stored, and dv is computed first.
@@ -19,8 +36,10 @@ in a unit of its row, by which dv is multiplied; features of identity are exact 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -28,18 +47,111 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, HALF, OF_COLUMNS, Item, load, multiply, slot_of
+from ato_jax.mosaic import (
+    F32,
+    HALF,
+    OF_COLUMNS,
+    Array,
+    Buffer,
+    Item,
+    OneOf,
+    Ring,
+    Role,
+    load,
+    multiply,
+)
 from ato_jax.mosaic.tiles import tiled
 from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C, F, V
 from ato_jax.ops.linear_attention.mosaic_gpu.whole_units import LARGEST, SumsOfQueries
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
-# The warpgroups of the role gradients; the next one loads. The number of slots of k and v is a
-# multiple of it, so that each slot belongs to one warpgroup (`mosaic.in_turn`).
-WORKERS = 3
+# A multiple of the warpgroups of GRADIENTS.
 STAGES, STATES = 3, 1
-WORKER_REGISTERS = 160
+
+GRADIENTS = Role("gradients", registers=160, warpgroups=3)
+MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
+ROLES = mosaic.Roles((GRADIENTS, MEMORY))
+# The first column of each half of F.
+FIRSTS = range(0, F, HALF)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    inverse: Array  # [STATES, F] float32, in float16 with a normaliser
+    k: Array  # [STAGES, 64, F]
+    out: Array  # [2 * 3, 64, F]: dk and dv of each warpgroup
+    r: Array  # [STATES, F, V]
+    u: Array  # [STATES, F] float32
+    v: Array  # [STAGES, 64, V]
+    keys: Ring  # of k
+    values: Ring  # of v
+    state: Ring  # of r, u and inverse
+
+    barriers = (
+        "keys.consumed",
+        "leave",
+        "keys.produced",
+        "state.consumed",
+        "state.produced",
+        "values.consumed",
+        "values.produced",
+    )
+
+
+def storage_of(spec: LinearAttentionSpec, of_shares: bool) -> Storage:
+    tiling = row_copies.tiling(spec)
+    k, v = (Buffer(tiling.tiles(STAGES), row_copies.copies_of(tiling)) for _ in range(2))
+    r = Buffer(tiling.shared(STATES, F, V))
+    u = Buffer(plgpu.SMEM((STATES, F), F32))
+    inverse = Buffer(plgpu.SMEM((STATES, F), F32)) if of_shares else None
+    return Storage(
+        inverse=inverse,
+        k=k,
+        out=Buffer(tiling.tiles(2 * GRADIENTS.warpgroups)),
+        r=r,
+        u=u,
+        v=v,
+        keys=Ring.of(STAGES, filled=(k,), readers=(OneOf(GRADIENTS),)),
+        values=Ring.of(STAGES, filled=(v,), readers=(OneOf(GRADIENTS),)),
+        state=Ring.of(STATES, filled=(r, u, inverse), readers=(GRADIENTS,)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A launch: its static arguments, its arrays in global memory, and its storage. r, u, units and
+    inverse are those of `SumsOfQueries`."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    own: Storage
+    k: Any
+    v: Any
+    r: Any
+    u: Any
+    lengths: Any = None
+    units: Any = None
+    inverse: Any = None
+    dk: Any = None
+    dv: Any = None
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return row_copies.tiling(self.spec)
+
+    @property
+    def phi(self) -> feature_maps.Features:
+        return feature_maps.features(self.spec)
+
+    @property
+    def of_shares(self) -> bool:
+        return self.inverse is not None
+
+    @property
+    def in_units(self) -> bool:
+        """Whether phi(k) is rounded in units of its rows."""
+        return whole_units.rounds_in_units(self.spec)
 
 
 def whole_key_gradient(
@@ -51,188 +163,197 @@ def whole_key_gradient(
     lengths: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel and returns dk and dv, which are 0 behind the lengths of keys, [B]."""
-    tiling, maps = row_copies.tiling(spec), feature_maps.features(spec)
-    of_rows = whole_units.has_units_of_features(spec) and not spec.normalize
-    copies = row_copies.copies_of(tiling)
-    scratch = dict(
-        k_s=tiling.tiles(STAGES),
-        v_s=tiling.tiles(STAGES),
-        r_s=tiling.shared(STATES, F, V),
-        u_s=plgpu.SMEM((STATES, F), F32),
-        out_s=tiling.tiles(2 * WORKERS),
-        loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
-        v_loaded=plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
-        free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        v_free=plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
-        r_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=STATES),
-        r_free=plgpu.Barrier(num_arrivals=WORKERS, num_barriers=STATES),
+    arrays = dict(k=k, v=v, r=sums.r, u=sums.u, lengths=lengths)
+    arrays |= dict(units=sums.units, inverse=sums.inverse)
+    given = {name: array for name, array in arrays.items() if array is not None}
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        return Walk(spec, deal, own, **dict(zip((*given, "dk", "dv"), refs, strict=True)))
+
+    storage = storage_of(spec, of_shares=sums.inverse is not None)
+    program = mosaic.Program(ROLES, storage, ((MEMORY, memory), (GRADIENTS, gradients)), bind)
+    out_type = tuple(jax.ShapeDtypeStruct(x.shape, row_copies.tiling(spec).dtype) for x in (k, v))
+    name = frame.name_of("whole_key_gradient")
+    found: tuple[jax.Array, jax.Array] = mosaic.launch(
+        name, program, deal, out_type, tuple(given.values())
     )
-    if sums.inverse is not None:
-        scratch["inverse_s"] = plgpu.SMEM((STATES, F), F32)
-        scratch["r_loaded"] = plgpu.Barrier(num_arrivals=3, num_barriers=STATES)
+    return found
 
-    def body(
-        k_ref: Any,
-        v_ref: Any,
-        r_ref: Any,
-        u_ref: Any,
-        *refs: Any,
-        k_s: Any,
-        v_s: Any,
-        r_s: Any,
-        u_s: Any,
-        out_s: Any,
-        loaded: Any,
-        v_loaded: Any,
-        free: Any,
-        v_free: Any,
-        r_loaded: Any,
-        r_free: Any,
-        inverse_s: Any = None,
-    ) -> None:
-        *given, dk_ref, dv_ref = refs
-        inverse_ref: Any = given.pop() if sums.inverse is not None else None
-        units_ref: Any = given.pop() if sums.units is not None else None
-        (lengths_ref,) = given or (None,)
-        k_rows, v_rows, out_rows = (tiled(x) for x in (k_s, v_s, out_s))
 
-        def load_piece(item: Item) -> None:
-            state = slot_of(item.number, STATES)
-            mosaic.wait_until_free(r_free, item.number, STATES)
-            of_heads = [(r_ref, r_s), (u_ref, u_s)]
-            if inverse_ref is not None:
-                of_heads.append((inverse_ref, inverse_s))
-            for ref, own in of_heads:
-                source = ref.at[item.batch, item.head]
-                plgpu.copy_gmem_to_smem(source, own.at[state], r_loaded.at[state])
+def memory(walk: Walk) -> None:
+    """Loads the sums over queries of each item, and its chunks."""
+    own = walk.own
+    steps = walk.deal.each(functools.partial(load_piece, walk))
+    own.keys.drain(steps)
+    own.values.drain(steps)
+    own.state.drain(walk.deal.own)
 
-            def load_chunk(chunk: Any, _: None) -> None:
-                step = item.before + chunk
-                slot = slot_of(step, STAGES)
-                for ref, own, own_loaded, own_free in (
-                    (k_ref, k_s, loaded, free),
-                    (v_ref, v_s, v_loaded, v_free),
-                ):
-                    mosaic.wait_until_free(own_free, step, STAGES)
-                    rows = item.rows(chunk)
-                    tiling.copy_tile(ref, item, rows, item.head, own, slot, own_loaded)
 
-            lax.fori_loop(0, item.chunks, load_chunk, None)
+def load_piece(walk: Walk, item: Item) -> None:
+    own = walk.own
+    state = own.state.slot(item.number)
+    own.state.acquire(item.number)
+    of_heads = [(walk.r, own.r), (walk.u, own.u)]  # [F, V] and [F]
+    if walk.of_shares:
+        of_heads.append((walk.inverse, own.inverse))  # [F]
+    for ref, target in of_heads:
+        source = ref.at[item.batch, item.head]
+        plgpu.copy_gmem_to_smem(source, target.at[state], own.state.produced.at[state])
 
-        def write_piece(item: Item) -> None:
-            state = slot_of(item.number, STATES)
-            unit: Any = None if units_ref is None else units_ref[item.batch, item.head]
-            # Shares come times `LARGEST`, and so does what dk is multiplied by.
-            unit_of_shares = unit if inverse_ref is None else unit * (1 / LARGEST)
-            plgpu.barrier_wait(r_loaded.at[state])
+    def load_chunk(chunk: Any, _: None) -> None:
+        step = item.before + chunk
+        slot = own.keys.slot(step)
+        for ref, tiles, ring in ((walk.k, own.k, own.keys), (walk.v, own.v, own.values)):
+            ring.acquire(step)
+            rows = item.rows(chunk)
+            walk.tiling.copy_tile(ref, item, rows, item.head, tiles, slot, ring.produced)  # [64, D]
 
-            def write_chunk(chunk: Any) -> None:
-                slot = slot_of(item.before + chunk, STAGES)
-                count = item.rows_within(chunk, lengths_ref)
+    lax.fori_loop(0, item.chunks, load_chunk, None)
 
-                def let_go_of_k() -> None:
-                    plgpu.commit_smem()  # reads finish before the next load overwrites them
-                    plgpu.barrier_arrive(free.at[slot])
 
-                def write(number: int, found: Any, ref: Any) -> None:
-                    """Stores a gradient, or what `found` puts into its place in shared memory."""
-                    place = 2 * mosaic.group() + number
-                    own_out = out_rows.at[place]
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other's may go on
-                    if callable(found):
-                        found(own_out)
-                    else:
-                        own_out[...] = found.astype(tiling.dtype)
-                    plgpu.commit_smem()
-                    tiling.leave_tile(out_s, place, ref, item, item.rows(chunk), item.head)
+class Chunk(NamedTuple):
+    """A chunk of an item, and where it and the item's state lie."""
 
-                def gradient_of_features() -> jax.Array:
-                    of_sum = mosaic.in_rows(load(u_s.at[state], OF_COLUMNS), C)
-                    of_sum = of_sum if unit is None else of_sum * (1 / unit)
-                    plgpu.barrier_wait(v_loaded.at[slot])
-                    (dk,) = multiply((of_sum, [(v_rows.at[slot], r_s.at[state].T)]))
-                    plgpu.barrier_arrive(v_free.at[slot])
-                    return dk if unit is None else dk * unit_of_shares
+    item: Item
+    number: Any
+    slot: Any
+    state: Any
+    count: Any  # how many of its rows count; None: all
+    unit: Any  # of R; None: 1
+    unit_of_shares: Any  # of products of R with shares, or with features where there are none
 
-                def write_dv(
-                    factors: list[tuple[jax.Array, Any]], rows: jax.Array | None = None
-                ) -> None:
-                    (dv,) = multiply((mosaic.zeros(C, V), factors))
-                    dv = dv if rows is None else dv * mosaic.in_columns(rows, V)
-                    write(1, dv if unit is None else dv * unit_of_shares, dv_ref)
 
-                def inverse_of(first: int, width: int) -> jax.Array:
-                    own = inverse_s.at[state, pl.ds(first, width)]
-                    return mosaic.in_rows(load(own, OF_COLUMNS), C)
+def gradients(walk: Walk) -> None:
+    """Computes dk and dv of every third chunk."""
+    walk.deal.each(functools.partial(write_piece, walk))
+    plgpu.wait_smem_to_gmem(0)
 
-                plgpu.barrier_wait(loaded.at[slot])
-                if maps.slope_is_known:
-                    x = load(k_rows.at[slot])  # [C, F]
-                    let_go_of_k()
-                    own_units = None
-                    if of_rows:
-                        phi_k = mosaic.kept(maps.unrounded(maps.present(x)), count)
-                        (phi_k,), own_units = whole_units.rows_in_units([phi_k])
-                    elif inverse_ref is None:
-                        phi_k = mosaic.kept(maps.keys(maps.present(x)), count)
-                    else:
-                        phi_k = mosaic.kept(maps.unrounded(x) * inverse_of(0, F), count)
-                        phi_k = mosaic.rounded(phi_k, tiling.dtype)
-                    dk = mosaic.kept(gradient_of_features(), count)
-                    factor = None if inverse_ref is None else functools.partial(inverse_of, 0, F)
-                    dk = dk * whole_units.slope_of_keys(maps, x, phi_k, own_units, factor)
-                    write(0, dk, dk_ref)
-                    write_dv([(phi_k, r_s.at[state])], own_units)
-                    return
 
-                def keys(first: int) -> jax.Array:
-                    return load(k_rows.at[slot, :, pl.ds(first, HALF)])  # [C, HALF]
+def write_piece(walk: Walk, item: Item) -> None:
+    own = walk.own
+    state = own.state.slot(item.number)
+    unit: Any = None if walk.units is None else walk.units[item.batch, item.head]
+    # Shares come times `LARGEST`, and so does what dk is multiplied by.
+    unit_of_shares = unit * (1 / LARGEST) if walk.of_shares else unit
+    own.state.produced.wait(state)
 
-                def features(first: int) -> jax.Array:
-                    if inverse_ref is None:
-                        return mosaic.kept(maps.keys(keys(first), first=first), count)
-                    phi = maps.unrounded(keys(first), first) * inverse_of(first, HALF)
-                    return mosaic.rounded(mosaic.kept(phi, count), tiling.dtype)
+    def write_chunk(number: Any) -> None:
+        slot = own.keys.slot(item.before + number)
+        count = item.rows_within(number, walk.lengths)
+        chunk = Chunk(item, number, slot, state, count, unit, unit_of_shares)
+        own.keys.produced.wait(slot)
+        if walk.phi.slope_is_known:
+            write_by_features(walk, chunk)
+        else:
+            write_by_keys(walk, chunk)
 
-                firsts, own_units = range(0, F, HALF), None
-                if of_rows:
-                    phis = [maps.unrounded(keys(first), first) for first in firsts]
-                    phis = [mosaic.kept(phi, count) for phi in phis]
-                    phis, own_units = whole_units.rows_in_units(phis)
-                else:
-                    phis = [features(first) for first in firsts]
-                parts_of_r = [r_s.at[state, pl.ds(first, HALF)] for first in firsts]
-                write_dv(list(zip(phis, parts_of_r, strict=True)), own_units)
-                dk = gradient_of_features()
+    mosaic.in_turn(item, GRADIENTS.warpgroups, write_chunk)
+    own.state.consumed.arrive(state)
 
-                def store(own_out: Any) -> None:
-                    for first in firsts:
-                        own = dk[:, first : first + HALF] * maps.slope(keys(first))
-                        if inverse_ref is not None:
-                            own = own * inverse_of(first, HALF)
-                        own = mosaic.kept(own, count)
-                        own_out.at[:, pl.ds(first, HALF)][...] = own.astype(tiling.dtype)
-                    let_go_of_k()
 
-                write(0, store, dk_ref)
+def write_by_features(walk: Walk, chunk: Chunk) -> None:
+    """dk and dv where phi(k) tells phi'(k): k is loaded once."""
+    maps, own, units = walk.phi, walk.own, None
+    x = load(tiled(own.k).at[chunk.slot])  # [64, F]
+    let_go_of_k(walk, chunk)
+    if walk.in_units:
+        phi = mosaic.kept(maps.unrounded(maps.present(x)), chunk.count)
+        (phi,), units = whole_units.rows_in_units([phi])
+    elif not walk.of_shares:
+        phi = mosaic.kept(maps.keys(maps.present(x)), chunk.count)
+    else:
+        phi = mosaic.kept(maps.unrounded(x) * inverse_of(walk, chunk, 0, F), chunk.count)
+        phi = mosaic.rounded(phi, walk.tiling.dtype)
+    dk = mosaic.kept(gradient_of_features(walk, chunk), chunk.count)
+    inverse = functools.partial(inverse_of, walk, chunk, 0, F) if walk.of_shares else None
+    dk = dk * whole_units.slope_of_keys(maps, x, phi, units, inverse)
+    write_tile(walk, chunk, 0, dk)
+    write_dv(walk, chunk, [(phi, own.r.at[chunk.state])], units)
 
-            mosaic.in_turn(item, WORKERS, write_chunk)
-            plgpu.barrier_arrive(r_free.at[state])
 
-        @pl.when(mosaic.group() == WORKERS)
-        def _memory() -> None:
-            mosaic.set_registers(mosaic.MEMORY_REGISTERS, frame.WARPGROUPS)
-            steps = deal.each(load_piece)
-            mosaic.await_the_last(free, steps, STAGES)
-            mosaic.await_the_last(v_free, steps, STAGES)
-            mosaic.await_the_last(r_free, deal.own, STATES)
+def write_by_keys(walk: Walk, chunk: Chunk) -> None:
+    """dk and dv where k tells phi'(k): k stays in its slot until dk is stored."""
+    maps, own = walk.phi, walk.own
 
-        @pl.when(mosaic.group() < WORKERS)
-        def _gradients() -> None:
-            mosaic.set_registers(WORKER_REGISTERS, frame.WARPGROUPS)
-            deal.each(write_piece)
-            plgpu.wait_smem_to_gmem(0)
+    def keys(first: int) -> jax.Array:
+        return load(tiled(own.k).at[chunk.slot, :, pl.ds(first, HALF)])  # [64, 64]
 
-    out_type = tuple(jax.ShapeDtypeStruct(x.shape, tiling.dtype) for x in (k, v))
-    arrays = [x for x in (k, v, sums.r, sums.u, lengths, *sums[2:]) if x is not None]
-    return frame.launch(body, "whole_key_gradient", deal, out_type, scratch, arrays)
+    def features(first: int) -> jax.Array:
+        if not walk.of_shares:
+            return mosaic.kept(maps.keys(keys(first), first=first), chunk.count)
+        phi = maps.unrounded(keys(first), first) * inverse_of(walk, chunk, first, HALF)
+        return mosaic.rounded(mosaic.kept(phi, chunk.count), walk.tiling.dtype)
+
+    units = None
+    if walk.in_units:
+        phis = [maps.unrounded(keys(first), first) for first in FIRSTS]
+        phis = [mosaic.kept(phi, chunk.count) for phi in phis]
+        phis, units = whole_units.rows_in_units(phis)
+    else:
+        phis = [features(first) for first in FIRSTS]
+    parts_of_r = [own.r.at[chunk.state, pl.ds(first, HALF)] for first in FIRSTS]
+    write_dv(walk, chunk, list(zip(phis, parts_of_r, strict=True)), units)
+    dk = gradient_of_features(walk, chunk)
+
+    def store(target: Any) -> None:
+        for first in FIRSTS:
+            part = dk[:, first : first + HALF] * maps.slope(keys(first))
+            if walk.of_shares:
+                part = part * inverse_of(walk, chunk, first, HALF)
+            part = mosaic.kept(part, chunk.count)
+            target.at[:, pl.ds(first, HALF)][...] = part.astype(walk.tiling.dtype)
+        let_go_of_k(walk, chunk)
+
+    write_by(walk, chunk, 0, store)
+
+
+def let_go_of_k(walk: Walk, chunk: Chunk) -> None:
+    plgpu.commit_smem()  # reads finish before the next load overwrites them
+    walk.own.keys.consumed.arrive(chunk.slot)
+
+
+def inverse_of(walk: Walk, chunk: Chunk, first: int, width: int) -> jax.Array:
+    """`LARGEST` / z of the features from `first` on, in all rows: [64, width]."""
+    own = walk.own.inverse.at[chunk.state, pl.ds(first, width)]
+    return mosaic.in_rows(load(own, OF_COLUMNS), C)
+
+
+def gradient_of_features(walk: Walk, chunk: Chunk) -> jax.Array:
+    """R v_j + u [64, F]; v is let go."""
+    own, unit = walk.own, chunk.unit
+    of_sum = mosaic.in_rows(load(own.u.at[chunk.state], OF_COLUMNS), C)
+    of_sum = of_sum if unit is None else of_sum * (1 / unit)
+    own.values.produced.wait(chunk.slot)
+    (dk,) = multiply((of_sum, [(tiled(own.v).at[chunk.slot], own.r.at[chunk.state].T)]))
+    own.values.consumed.arrive(chunk.slot)
+    return dk if unit is None else dk * chunk.unit_of_shares
+
+
+def write_dv(
+    walk: Walk, chunk: Chunk, factors: list[tuple[jax.Array, Any]], rows: jax.Array | None
+) -> None:
+    """Stores the sum of the products of `factors`, times `rows`, the units of phi(k)."""
+    (dv,) = multiply((mosaic.zeros(C, V), factors))
+    dv = dv if rows is None else dv * mosaic.in_columns(rows, V)
+    write_tile(walk, chunk, 1, dv if chunk.unit is None else dv * chunk.unit_of_shares)
+
+
+def write_tile(walk: Walk, chunk: Chunk, number: int, found: jax.Array) -> None:
+    """Stores dk, number 0, or dv, number 1."""
+
+    def store(target: Any) -> None:
+        target[...] = found.astype(walk.tiling.dtype)
+
+    write_by(walk, chunk, number, store)
+
+
+def write_by(walk: Walk, chunk: Chunk, number: int, store: Callable[[Any], None]) -> None:
+    """As `write_tile`, of what `store` puts into its place in shared memory."""
+    own, item, ref = walk.own, chunk.item, (walk.dk, walk.dv)[number]
+    place = 2 * mosaic.group() + number
+    target = tiled(own.out).at[place]
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the other's may go on
+    store(target)
+    plgpu.commit_smem()
+    rows = item.rows(chunk.number)
+    walk.tiling.leave_tile(own.out, place, ref, item, rows, item.head)
