@@ -62,11 +62,15 @@ def test_order_of_barriers_names_all_of_them() -> None:
 
 
 def lowered(
-    own: Storage, works: Any, loads: Any = lambda own: own.rows.drain(0), dtype: Any = F32
+    own: Storage,
+    works: Any,
+    loads: Any = lambda own, *_: own.rows.drain(0),
+    dtype: Any = F32,
+    once: bool = False,
 ) -> Any:
     roles = mosaic.Roles((WORKS, LOADS))
     parts = (LOADS, loads), (WORKS, works)
-    program = mosaic.Program(roles, own, parts, lambda _refs, own: own)
+    program = mosaic.Program(roles, own, parts, lambda _refs, own: own, reads_number_once=once)
     deal = mosaic.Deal(1, 1, 64, 64, 1, 1)
     out = jax.ShapeDtypeStruct((64,), F32)
 
@@ -150,6 +154,24 @@ def test_slots_of_barriers_are_those_of_steps() -> None:
     lowered(storage(), number(2))
     with pytest.raises(ValueError, match="a signal of 2 slots is used at a slot among 3"):
         lowered(storage(), number(3))
+
+
+def test_a_warpgroup_reads_its_number_once_if_told() -> None:
+    """And each part is given it; otherwise each role reads it."""
+
+    def reads(once: bool) -> int:
+        given: list[int] = []
+
+        def works_and_counts(own: Storage, *number: Any) -> None:
+            given.append(len(number))
+            works(own)
+
+        call = lowered(storage(), works_and_counts, once=once)
+        assert given == [int(once)]
+        ((_, text),) = mosaic_text.modules_of(call)
+        return text.count("nvvm.shfl.sync")
+
+    assert reads(once=True) == reads(once=False) - 1
 
 
 def test_a_slot_may_belong_to_one_warpgroup() -> None:

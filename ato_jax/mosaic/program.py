@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from ato_jax import device, meshes
 from ato_jax.mosaic import rings, tiles
 from ato_jax.mosaic.rings import Signal, Storage
-from ato_jax.mosaic.roles import Role, Roles
+from ato_jax.mosaic.roles import Role, Roles, group
 
 # What says how to interpret, from JAX 0.12 on.
 interpreter: Any = getattr(plgpu, "InterpretGPUParams", None)
@@ -76,12 +76,15 @@ class Program:
       bind: a function that makes the argument of every part from the references to inputs and
         outputs and from the storage. A part of an unrolled role is also given its warpgroup's
         number within the role.
+      reads_number_once: a warpgroup's number is read once, ahead of all roles, and each part is
+        given it behind what `bind` makes. Otherwise a part that needs it calls `roles.group`.
     """
 
     roles: Roles
     storage: Storage
     parts: Sequence[tuple[Role, Callable[..., None]]]
     bind: Callable[[Sequence[Any], Any], Any]
+    reads_number_once: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -100,10 +103,12 @@ class Program:
             for (name, type), ref in zip(types.items(), refs_of, strict=True)
         }
         storage = self.storage.bound(own)
+        number = group() if self.reads_number_once else None
         kernel = self.bind(refs, storage)
+        arguments = (kernel,) if number is None else (kernel, number)
         with rings.checked_slots():
             for role, part in self.parts:
-                self.roles.play(role, functools.partial(part, kernel))
+                self.roles.play(role, functools.partial(part, *arguments), number)
         storage.check()
         _leave(own["leave"])
 

@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
@@ -76,9 +77,13 @@ class Roles:
         """The number of the role's first warpgroup."""
         return sum(other.warpgroups for other in self.roles[: self.roles.index(role)])
 
-    def play(self, role: Role, part: Callable[..., None]) -> None:
-        """Traces the role's part, for its warpgroups alone."""
+    def play(self, role: Role, part: Callable[..., None], own: Any = None) -> None:
+        """Traces the role's part, for its warpgroups alone. `own` is this warpgroup's number, if it
+        has been read."""
         first, count = self.first(role), role.warpgroups
+
+        def number_of_own() -> Any:
+            return group() if own is None else own
 
         def one(*number: int) -> None:
             token = playing.set(role)
@@ -90,10 +95,10 @@ class Roles:
 
         if role.unrolled:
             for number in range(count):
-                pl.when(group() == first + number)(functools.partial(one, number))
+                pl.when(number_of_own() == first + number)(functools.partial(one, number))
         elif count == 1:
-            pl.when(group() == first)(one)
+            pl.when(number_of_own() == first)(one)
         elif first == 0:
-            pl.when(group() < count)(one)
+            pl.when(number_of_own() < count)(one)
         else:
-            pl.when((group() >= first) & (group() < first + count))(one)
+            pl.when((number_of_own() >= first) & (number_of_own() < first + count))(one)
