@@ -12,11 +12,28 @@ Without a normaliser inverse is 1 and e is 0, and S contains the scale. With one
 each row are written for `whole_sums.py`, which computes the sums over queries: beside S there is no
 room for them here.
 
-    memory    loads S of a head, and chunks of q and g, as slots come free
-    dq        each warpgroup has 64 columns of dq, which take g's place once all have multiplied g
+Warpgroups, and the barriers between them:
 
-Once a chunk the warpgroups exchange their terms of e and den. z is read from global memory, since
-neither registers nor shared memory have room for it.
+    MEMORY (last)   loads S of a head, and its chunks as slots come free, across pieces
+      |    |    |
+      |    |    |  queries: q loaded
+      |    |  cotangents: g loaded
+      |  state: S, loaded once an item
+      v    v    v
+    DQ (others)     64 columns of dq each, which take g's place. Barriers between its warpgroups:
+                    multiplied: all have multiplied g, and left their terms of e and den
+                    added: all have added up these terms, so their place may be stored to
+
+Once a chunk the warpgroups exchange their terms of e and den. Each lets a slot of `queries` go when
+it has loaded q, and one of `cotangents` when dq has been stored from it, while it multiplies the
+next chunk. z is read from global memory, since neither registers nor shared memory have room for
+it.
+
+    symbol     shape             what it is
+    q, g       [blocks, 64, 64]  a chunk's rows, in blocks of 64 columns; dq in g's place
+    S          [F, V]            in blocks of 64 rows
+    G          [64, 64]          g_i S^T, this warpgroup's columns
+    inverse, e [64]              of the chunk's rows
 
 In float16 (`whole_units.py`) S has a unit of its head. With a normaliser S is passed as means b of
 the values, and with the shares w of a query
@@ -30,7 +47,10 @@ product is 0 where phi' is 0, and about 1 at most where phi' is about phi(q_i).
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -39,10 +59,117 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ato_jax import mosaic
-from ato_jax.mosaic import F32, HALF, OF_COLUMNS, OF_ROWS, Item, load, slot_of
-from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies
+from ato_jax.mosaic import (
+    F32,
+    HALF,
+    OF_COLUMNS,
+    OF_ROWS,
+    Array,
+    Buffer,
+    Item,
+    Ring,
+    Role,
+    Signal,
+    load,
+)
+from ato_jax.ops.linear_attention.mosaic_gpu import feature_maps, frame, row_copies, whole_units
 from ato_jax.ops.linear_attention.mosaic_gpu.frame import C
 from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
+
+MEMORY = Role("memory", registers=mosaic.MEMORY_REGISTERS)
+
+
+def dq_role(spec: LinearAttentionSpec) -> Role:
+    workers = spec.D // HALF
+    return Role("dq", registers=mosaic.workers_registers(workers), warpgroups=workers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage(mosaic.Storage):
+    g: Array  # [slots, workers, 64, 64]; then dq
+    # [workers, 2, 64] float32: each warpgroup's terms of e and den; then, in the place of the first
+    # one's, inverse and e
+    parts: Array
+    q: Array  # [q_slots, workers, 64, 64]
+    s: Array  # [workers, 64, V]
+    cotangents: Ring  # of g
+    queries: Ring  # of q
+    state: Ring  # of s
+    multiplied: Signal
+    added: Signal
+
+    barriers = (
+        "added",
+        "cotangents.consumed",
+        "leave",
+        "cotangents.produced",
+        "multiplied",
+        "queries.consumed",
+        "queries.produced",
+        "state.consumed",
+        "state.produced",
+    )
+
+
+def storage_of(spec: LinearAttentionSpec) -> Storage:
+    tiling, role = frame.tiling(spec), dq_role(spec)
+    workers = role.warpgroups
+    # As many slots of q and g as fit beside S. dq stays in g's slot until the next chunk's product.
+    q_slots, slots = (1, 2) if workers > 3 else (2, 4)
+    q = Buffer(tiling.of_rows(q_slots, workers, C, HALF), copies=workers)
+    g = Buffer(tiling.of_rows(slots, workers, C, HALF), copies=workers)
+    s = Buffer(tiling.shared(workers, HALF, spec.V), copies=workers)
+    return Storage(
+        g=g,
+        parts=Buffer(plgpu.SMEM((workers, 2, C), F32)),
+        q=q,
+        s=s,
+        cotangents=Ring.of(slots, filled=(g,), readers=(role,)),
+        queries=Ring.of(q_slots, filled=(q,), readers=(role,)),
+        state=Ring.of(1, filled=(s,), readers=(role,)),
+        multiplied=Signal((role,)),
+        added=Signal((role,)),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A launch: its static arguments, its arrays in global memory by the names of
+    `wide_query_gradient`'s arguments and results, and its storage."""
+
+    spec: LinearAttentionSpec
+    deal: mosaic.Deal
+    own: Storage
+    q: Any
+    g: Any
+    s: Any
+    z: Any
+    least: Any
+    units: Any = None
+    lengths: Any = None
+    dq: Any = None
+    inverse: Any = None
+    e: Any = None
+
+    @property
+    def tiling(self) -> mosaic.Tiling:
+        return frame.tiling(self.spec)
+
+    @property
+    def phi(self) -> feature_maps.Features:
+        return feature_maps.features(self.spec)
+
+    @property
+    def blocks(self) -> range:
+        """The blocks of 64 columns, one for each warpgroup of DQ."""
+        return range(dq_role(self.spec).warpgroups)
+
+    @property
+    def of_shares(self) -> bool:
+        return whole_units.has_shares(self.spec)
+
+    def head_of_state(self, item: Item) -> tuple[Any, Any]:
+        return item.batch, lax.div(item.head, self.spec.H // self.spec.G)
 
 
 def wide_query_gradient(
@@ -66,173 +193,179 @@ def wide_query_gradient(
       units: [B, G] float32 of s, in float16 without a normaliser.
       lengths: [B] of queries.
     """
-    tiling, maps = frame.tiling(spec), feature_maps.features(spec)
-    group_size = spec.H // spec.G
-    of_shares = mosaic.has_units(tiling.dtype) and spec.normalize
-    workers = spec.D // HALF
-    warpgroups = workers + 1
-    # As many slots of q and g as fit beside S. dq stays in g's slot until the next chunk's product.
-    q_slots, slots = (1, 2) if workers > 3 else (2, 4)
-    scratch = dict(
-        q_s=tiling.of_rows(q_slots, workers, C, HALF),
-        g_s=tiling.of_rows(slots, workers, C, HALF),
-        s_s=tiling.shared(workers, HALF, spec.V),
-        # Each warpgroup's terms of e and den; then, in the first one's place, inverse and e.
-        parts_s=plgpu.SMEM((workers, 2, C), F32),
-        q_loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=q_slots),
-        q_free=plgpu.Barrier(num_arrivals=workers, num_barriers=q_slots),
-        loaded=plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
-        free=plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
-        multiplied=plgpu.Barrier(num_arrivals=workers),
-        added=plgpu.Barrier(num_arrivals=workers),
-        s_loaded=plgpu.Barrier(num_arrivals=workers),
-        s_free=plgpu.Barrier(num_arrivals=workers),
+    arrays = dict(q=q, g=g, s=s, z=z, least=least, units=units, lengths=lengths)
+    given = {name: array for name, array in arrays.items() if array is not None}
+    out_types = {"dq": jax.ShapeDtypeStruct(q.shape, frame.tiling(spec).dtype)}
+    if spec.normalize:
+        rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
+        out_types |= dict(inverse=rows, e=rows)
+
+    def bind(refs: Sequence[Any], own: Storage) -> Walk:
+        return Walk(spec, deal, own, **dict(zip((*given, *out_types), refs, strict=True)))
+
+    role = dq_role(spec)
+    program = mosaic.Program(
+        mosaic.Roles((role, MEMORY)),
+        storage_of(spec),
+        ((MEMORY, memory), (role, query_gradient)),
+        bind,
+        reads_number_once=True,
     )
+    types, operands = tuple(out_types.values()), tuple(given.values())
+    name = frame.name_of("wide_query_gradient")
+    return tuple(mosaic.launch(name, program, deal, types, operands))
 
-    def body(
-        q_ref: Any,
-        g_ref: Any,
-        s_ref: Any,
-        z_ref: Any,
-        least_ref: Any,
-        *refs: Any,
-        q_s: Any,
-        g_s: Any,
-        s_s: Any,
-        parts_s: Any,
-        q_loaded: Any,
-        q_free: Any,
-        loaded: Any,
-        free: Any,
-        multiplied: Any,
-        added: Any,
-        s_loaded: Any,
-        s_free: Any,
-    ) -> None:
-        own = mosaic.group()
-        rest = list(refs)
-        units_ref: Any = None if units is None else rest.pop(0)
-        lengths_ref: Any = None if lengths is None else rest.pop(0)
-        dq_ref, *row_refs = rest
 
-        def load_piece(item: Item) -> None:
-            of_head = item.batch, lax.div(item.head, group_size)
+def memory(walk: Walk, _: Any) -> None:
+    """Loads S of each item, and its chunks."""
+    own = walk.own
+    steps = walk.deal.each(functools.partial(load_piece, walk))
+    own.state.consumed.wait()
+    own.cotangents.drain(steps)
+    own.queries.drain(steps)
 
-            pl.when(item.number > 0)(lambda: plgpu.barrier_wait(s_free))
-            for block in range(workers):
-                source = s_ref.at[(*of_head, pl.ds(block * HALF, HALF))]
-                plgpu.copy_gmem_to_smem(source, s_s.at[block], s_loaded)
 
-            def load_chunk(chunk: Any, _: None) -> None:
-                step, rows = item.before + chunk, item.rows(chunk)
-                for ref, tiles, count, barriers, frees in (
-                    (g_ref, g_s, slots, loaded, free),
-                    (q_ref, q_s, q_slots, q_loaded, q_free),
-                ):
-                    slot = slot_of(step, count)
-                    mosaic.wait_until_free(frees, step, count)
-                    for block in range(workers):
-                        own_part = ref, item, rows, item.head, block, tiles.at[slot, block]
-                        row_copies.copy_block(tiling, *own_part, barriers.at[slot])
+def load_piece(walk: Walk, item: Item) -> None:
+    own, of_head = walk.own, walk.head_of_state(item)
+    pl.when(item.number > 0)(lambda: own.state.consumed.wait())
+    for block in walk.blocks:
+        source = walk.s.at[(*of_head, pl.ds(block * HALF, HALF))]  # [64, V]
+        plgpu.copy_gmem_to_smem(source, own.s.at[block], own.state.produced.barrier)
 
-            lax.fori_loop(0, item.chunks, load_chunk, None)
+    def load_chunk(chunk: Any, _: None) -> None:
+        step, rows = item.before + chunk, item.rows(chunk)
+        for ref, tiles, ring in (
+            (walk.g, own.g, own.cotangents),
+            (walk.q, own.q, own.queries),
+        ):
+            slot = ring.slot(step)
+            ring.acquire(step)
+            for block in walk.blocks:
+                part = ref, item, rows, item.head, block, tiles.at[slot, block]  # [64, 64]
+                row_copies.copy_block(walk.tiling, *part, ring.produced.at[slot])
 
-        def write_piece(item: Item) -> None:
-            of_head = item.batch, lax.div(item.head, group_size)
-            plgpu.barrier_wait(s_loaded)
+    lax.fori_loop(0, item.chunks, load_chunk, None)
 
-            def z() -> jax.Array:
-                """z, loaded at each use: there are no registers to keep it in."""
-                of_own = z_ref.at[(*of_head, pl.ds(own * HALF, HALF))]
-                return mosaic.in_rows(load(of_own, OF_COLUMNS, optimized=False), C)
 
-            def write_chunk(chunk: Any, _carry: None) -> None:
-                step = item.before + chunk
-                slot, q_slot = slot_of(step, slots), slot_of(step, q_slots)
-                own_dq, count = g_s.at[slot, own], item.rows_within(chunk, lengths_ref)
+class Piece(NamedTuple):
+    """An item, and the block of 64 columns that this warpgroup has."""
 
-                def meanwhile() -> tuple[jax.Array, jax.Array]:
-                    plgpu.barrier_wait(q_loaded.at[q_slot])
-                    x = load(q_s.at[q_slot, own])
-                    phi_q = mosaic.kept(maps.unrounded(x), count)
-                    plgpu.commit_smem()  # these reads finish before the next load overwrites them
-                    plgpu.barrier_arrive(q_free.at[q_slot])
-                    # The chunk before has been stored by now.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    item: Item
+    block: Any
+    of_head: tuple[Any, Any]  # the index of its batch entry and head in arrays of the state
 
-                    @pl.when(step > 0)
-                    def _() -> None:
-                        plgpu.barrier_arrive(free.at[slot_of(step - 1, slots)])
 
-                    return x, phi_q
+def query_gradient(walk: Walk, block: Any) -> None:
+    """Computes 64 columns of dq."""
+    ring = walk.own.cotangents
+    steps = walk.deal.each(functools.partial(write_piece, walk, block))
+    plgpu.wait_smem_to_gmem(0)
+    ring.consumed.arrive(ring.slot(steps - 1))
 
-                plgpu.barrier_wait(loaded.at[slot])
-                products = [
-                    (g_s.at[slot, block], s_s.at[own, :, pl.ds(block * HALF, HALF)].T)
-                    for block in range(workers)
-                ]
-                G, (x, phi_q) = mosaic.multiply_while(products, (C, HALF), meanwhile)
-                G = mosaic.kept(G if units_ref is None else G * units_ref[of_head], count)
-                inverse: Any = None
-                if spec.normalize:
-                    of_phi = phi_q * z() if of_shares else phi_q
-                    sums = jnp.sum(of_phi * G, axis=1), jnp.sum(phi_q * z(), axis=1)
-                    parts_s.at[own, 0][...], parts_s.at[own, 1][...] = sums
-                plgpu.barrier_arrive(multiplied)
-                plgpu.barrier_wait(multiplied)
-                if spec.normalize:
-                    of_e, den = (
-                        sum(load(parts_s.at[n, number], OF_ROWS) for n in range(workers))
-                        for number in range(2)
-                    )
-                    plgpu.barrier_arrive(added)
-                    least = least_ref[of_head]
-                    plgpu.barrier_wait(added)
-                    inverse = 1.0 / jnp.maximum(den, least)
-                    e = jnp.where(den > least, of_e * inverse, 0.0)
 
-                    @pl.when(own == 0)
-                    def _() -> None:
-                        parts_s.at[0, 0][...], parts_s.at[0, 1][...] = inverse, e
+def write_piece(walk: Walk, block: Any, item: Item) -> None:
+    own = walk.own
+    piece = Piece(item, block, walk.head_of_state(item))
+    own.state.produced.wait()
+    lax.fori_loop(0, item.chunks, functools.partial(write_chunk, walk, piece), None)
+    own.state.consumed.arrive()
 
-                    e = mosaic.in_columns(e, HALF)
-                    G = G - e if of_shares else (G - e * z()) * mosaic.in_columns(inverse, HALF)
-                slope = maps.slope_of(x, phi_q)
-                if of_shares:
-                    slope = slope * z() * mosaic.in_columns(inverse, HALF)
-                own_dq[...] = mosaic.kept(G * slope, count).astype(tiling.dtype)
-                plgpu.commit_smem()
-                rows = item.rows(chunk)
-                row_copies.leave_block(tiling, own_dq, dq_ref, item, rows, item.head, own)
 
-                @pl.when(own == 0)
-                def _() -> None:
-                    for number, ref in enumerate(row_refs):
-                        target = ref.at[item.batch, item.head, rows]
-                        plgpu.copy_smem_to_gmem(parts_s.at[0, number], target)
+def write_chunk(walk: Walk, piece: Piece, chunk: Any, _: None) -> None:
+    own, spec, item, block = walk.own, walk.spec, piece.item, piece.block
+    step = item.before + chunk
+    slot, q_slot = own.cotangents.slot(step), own.queries.slot(step)
+    own_dq, count = own.g.at[slot, block], item.rows_within(chunk, walk.lengths)
+    own.cotangents.produced.wait(slot)
+    products = [
+        (own.g.at[slot, other], own.s.at[block, :, pl.ds(other * HALF, HALF)].T)
+        for other in walk.blocks
+    ]
+    map_q = functools.partial(map_chunk, walk, piece, step, q_slot, count)
+    G, (x, phi_q) = mosaic.multiply_while(products, (C, HALF), map_q)
+    G = mosaic.kept(G if walk.units is None else G * walk.units[piece.of_head], count)
+    inverse: Any = None
+    if spec.normalize:
+        leave_terms(walk, piece, G, phi_q)
+    own.multiplied.arrive()
+    own.multiplied.wait()
+    if spec.normalize:
+        G, inverse = normalised(walk, piece, G)
+    slope = walk.phi.slope_of(x, phi_q)
+    if walk.of_shares:
+        slope = slope * z_of(walk, piece) * mosaic.in_columns(inverse, HALF)
+    own_dq[...] = mosaic.kept(G * slope, count).astype(walk.tiling.dtype)
+    plgpu.commit_smem()
+    rows = item.rows(chunk)
+    row_copies.leave_block(walk.tiling, own_dq, walk.dq, item, rows, item.head, block)
+    leave_rows(walk, piece, rows)
 
-            lax.fori_loop(0, item.chunks, write_chunk, None)
-            plgpu.barrier_arrive(s_free)
 
-        @pl.when(own == workers)
-        def _memory() -> None:
-            mosaic.set_registers(mosaic.MEMORY_REGISTERS, warpgroups)
-            steps = deal.each(load_piece)
-            plgpu.barrier_wait(s_free)
-            mosaic.await_the_last(free, steps, slots)
-            mosaic.await_the_last(q_free, steps, q_slots)
+def map_chunk(
+    walk: Walk, piece: Piece, step: Any, q_slot: Any, count: Any
+) -> tuple[jax.Array, jax.Array]:
+    """This warpgroup's columns of q, and phi(q) in float32, [64, 64] each. It runs while the
+    products with g are in flight, and lets go of q, and of the slot of the chunk before."""
+    own, ring = walk.own, walk.own.cotangents
+    own.queries.produced.wait(q_slot)
+    x = load(own.q.at[q_slot, piece.block])
+    phi_q = mosaic.kept(walk.phi.unrounded(x), count)
+    plgpu.commit_smem()  # these reads finish before the next load overwrites them
+    own.queries.consumed.arrive(q_slot)
+    # The chunk before has been stored by now.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when(own < workers)
-        def _dq() -> None:
-            mosaic.set_registers(mosaic.workers_registers(workers), warpgroups)
-            steps = deal.each(write_piece)
-            plgpu.wait_smem_to_gmem(0)
-            plgpu.barrier_arrive(free.at[slot_of(steps - 1, slots)])
+    @pl.when(step > 0)
+    def _() -> None:
+        ring.consumed.arrive(ring.slot(step - 1))
 
-    rows = jax.ShapeDtypeStruct((spec.B, spec.H, mosaic.whole_chunks(spec.T)), F32)
-    out_type = (jax.ShapeDtypeStruct(q.shape, tiling.dtype), *([rows] * (2 * spec.normalize)))
-    arrays = q, g, s, z, least, *(x for x in (units, lengths) if x is not None)
-    found = frame.launch(
-        body, "wide_query_gradient", deal, out_type, scratch, arrays, warpgroups=warpgroups
+    return x, phi_q
+
+
+def z_of(walk: Walk, piece: Piece) -> jax.Array:
+    """z [64, 64], loaded at each use: there are no registers to keep it in."""
+    own = walk.z.at[(*piece.of_head, pl.ds(piece.block * HALF, HALF))]
+    return mosaic.in_rows(load(own, OF_COLUMNS, optimized=False), C)
+
+
+def leave_terms(walk: Walk, piece: Piece, G: jax.Array, phi_q: jax.Array) -> None:
+    """Stores this warpgroup's terms of e and den for the others."""
+    parts, block = walk.own.parts, piece.block
+    of_phi = phi_q * z_of(walk, piece) if walk.of_shares else phi_q
+    terms = jnp.sum(of_phi * G, axis=1), jnp.sum(phi_q * z_of(walk, piece), axis=1)
+    parts.at[block, 0][...], parts.at[block, 1][...] = terms
+
+
+def normalised(walk: Walk, piece: Piece, G: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What phi'(q) is multiplied by for dq (for shares also by z and inverse, later), and inverse
+    [64]. The first warpgroup puts inverse and e into the place of its terms."""
+    own = walk.own
+    of_e, den = (
+        sum(load(own.parts.at[other, number], OF_ROWS) for other in walk.blocks)
+        for number in range(2)
     )
-    return tuple(found)
+    own.added.arrive()
+    least = walk.least[piece.of_head]
+    own.added.wait()
+    inverse = 1.0 / jnp.maximum(den, least)
+    e = jnp.where(den > least, of_e * inverse, 0.0)
+
+    @pl.when(piece.block == 0)
+    def _() -> None:
+        own.parts.at[0, 0][...], own.parts.at[0, 1][...] = inverse, e
+
+    e = mosaic.in_columns(e, HALF)
+    if walk.of_shares:
+        return G - e, inverse
+    return (G - e * z_of(walk, piece)) * mosaic.in_columns(inverse, HALF), inverse
+
+
+def leave_rows(walk: Walk, piece: Piece, rows: Any) -> None:
+    """Stores inverse and e, by the first warpgroup."""
+    item, refs = piece.item, [ref for ref in (walk.inverse, walk.e) if ref is not None]
+
+    @pl.when(piece.block == 0)
+    def _() -> None:
+        for number, ref in enumerate(refs):
+            target = ref.at[item.batch, item.head, rows]
+            plgpu.copy_smem_to_gmem(walk.own.parts.at[0, number], target)
