@@ -149,7 +149,7 @@ def test_slots_of_barriers_are_those_of_steps() -> None:
         lowered(storage(), at(lambda own: own.rows.slot(jnp.int32(5)) + 1))
 
     def number(slots: int) -> Any:
-        return at(lambda _: mosaic.slot_among(jnp.int32(1), slots))
+        return at(lambda _: mosaic.as_slot(jnp.int32(1), slots))
 
     lowered(storage(), number(2))
     with pytest.raises(ValueError, match="a signal of 2 slots is used at a slot among 3"):

@@ -5,14 +5,12 @@ once agree.
     the body of a function, without docstring    120 lines
     the parameters of a kernel's function        12
 
-Functions that hold others count these in their bodies. The exceptions are the functions that the
-table in docs/architecture.md lists: kernels of linear attention whose barriers are counted by hand.
+Functions that hold others count these in their bodies.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,6 @@ SOURCES = sorted([*ROOT.glob("ato_jax/**/*.py"), *ROOT.glob("ato_torch/**/*.py")
 # Folders of kernels, and of the kits that they are made of. A public function has the arguments of
 # its operation, however many these are.
 OF_KERNELS = {"mosaic", "mosaic_gpu", "scans", "triton"}
-NOT_REBUILT = ROOT / "ato_jax" / "ops" / "linear_attention" / "mosaic_gpu"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -44,20 +41,6 @@ def parameters(function: Function) -> int:
     found = function.args
     starred = [one for one in (found.vararg, found.kwarg) if one is not None]
     return len([*found.posonlyargs, *found.args, *found.kwonlyargs, *starred])
-
-
-def exceptions() -> dict[Path, tuple[list[str], list[str]]]:
-    """The functions that the table lists, by file: those with a long body, and those with many
-    parameters."""
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page.partition("<!-- not rebuilt -->")[2].partition("<!-- /not rebuilt -->")[0]
-    listed = {}
-    for line in table.splitlines():
-        if (row := line.strip("| ").split(" | "))[0].endswith(".py`"):
-            _, long, crowded = row
-            names = re.findall(r"`(\w+)`", long), re.findall(r"`(\w+)`", crowded)
-            listed[NOT_REBUILT / row[0].strip("`")] = names
-    return listed
 
 
 def test_what_counts() -> None:
@@ -87,18 +70,16 @@ def test_files_are_short() -> None:
     assert {path: count for path, count in lines.items() if count > MOST_FILE_LINES} == {}
 
 
-def test_functions_are_short_but_for_those_listed() -> None:
-    """The table names every exception, and no function that has become short."""
-    listed = exceptions()
+def test_functions_are_short() -> None:
     found = {}
     for path in SOURCES:
         own = functions(path.read_text())
         long = [one.name for one in own if lines_of_body(one) > MOST_LINES]
         is_kernel = OF_KERNELS & set(path.relative_to(ROOT).parts)
         crowded = [one.name for one in own if is_kernel and parameters(one) > MOST_PARAMETERS]
-        if long or crowded or path in listed:
+        if long or crowded:
             found[path] = long, crowded
-    assert found == listed
+    assert found == {}
 
 
 # Functions that repeat the arguments of another one (docs/architecture.md, "Alike on purpose").

@@ -67,7 +67,6 @@ from ato_jax.mosaic.rings import Signal as Signal
 from ato_jax.mosaic.rings import Storage as Storage
 from ato_jax.mosaic.rings import as_slot as as_slot
 from ato_jax.mosaic.rings import await_the_last as await_the_last
-from ato_jax.mosaic.rings import slot_among as slot_among
 from ato_jax.mosaic.rings import slot_of as slot_of
 from ato_jax.mosaic.rings import wait_until_free as wait_until_free
 from ato_jax.mosaic.roles import MEMORY_REGISTERS as MEMORY_REGISTERS

@@ -1,7 +1,7 @@
 """Launches: a program over global arrays, on a Hopper card or interpreted.
 
 A `Program` says what a block runs: its storage, and its roles with their parts. `launch` also takes
-a `Flat` body, whose barriers are counted by hand: kernels that are not built of roles yet.
+a `Flat` body, whose barriers are counted by hand.
 """
 
 from __future__ import annotations

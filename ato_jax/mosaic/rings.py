@@ -239,7 +239,7 @@ class Storage:
             signal.check(name)
 
 
-# The slots that `slot_among` has returned while the current program is traced: the key is the
+# The slots that `as_slot` has returned while the current program is traced: the key is the
 # slot's id, the value the slot and the number of slots. Keeping the slot keeps its id from being
 # reused.
 found_slots: contextvars.ContextVar[dict[int, tuple[Any, int]] | None]

@@ -297,13 +297,7 @@ def float32_walk(
             plgpu.wait_smem_to_gmem(0)
 
     given = [*rows, state, *vectors, *(x for x in (lengths, common) if x is not None)]
-    return frame.launch(
-        body,
-        name,
-        deal,
-        tuple(out_type),
-        scratch,
-        given,
-        warpgroups=WARPGROUPS,
-        approximates=False,
+    program = mosaic.Flat(body, scratch, WARPGROUPS)
+    return mosaic.launch(
+        frame.name_of(name), program, deal, tuple(out_type), given, approximates=False
     )

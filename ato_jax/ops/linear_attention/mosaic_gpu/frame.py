@@ -9,12 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ato_jax import mosaic
@@ -32,11 +29,6 @@ from ato_jax.ops.linear_attention.spec import LinearAttentionSpec
 
 F = V = 128
 ROWS_OF_A_TILE = 8  # rows of an array in memory that the copy engine takes as a unit
-
-# Warpgroups of the kernels whose barriers are counted by hand: 0 and 1 multiply, with half of a
-# state each.
-MEMORY, FEATURES = 2, 3
-WARPGROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,29 +100,3 @@ def head_of_keys(spec: LinearAttentionSpec, head: Any) -> Any:
 def name_of(kernel: str) -> str:
     """The name of a kernel in profilers."""
     return f"linear_attention_{kernel}_mosaic"
-
-
-def launch(
-    body: mosaic.Body,
-    name: str,
-    deal: Deal,
-    out_type: Any,
-    scratch: dict[str, Any],
-    arrays: Sequence[jax.Array | np.ndarray],
-    *,
-    warpgroups: int = WARPGROUPS,
-    own_barriers: bool = False,
-    approximates: bool = True,
-    rest: tuple[mosaic.Body, dict[str, Any]] | None = None,
-) -> Any:
-    """Launches a kernel whose barriers are counted by hand (`mosaic.Flat`); see `mosaic.launch`."""
-    return mosaic.launch(
-        name_of(name),
-        mosaic.Flat(body, scratch, warpgroups),
-        deal,
-        out_type,
-        arrays,
-        own_barriers=own_barriers,
-        approximates=approximates,
-        rest=None if rest is None else mosaic.Flat(*rest, warpgroups),
-    )

@@ -308,7 +308,7 @@ def values(walk: Walk) -> None:
 
 
 def multiply_piece(walk: Walk, item: Item) -> None:
-    own, half = walk.own, mosaic.slot_among(mosaic.group(), 2)
+    own, half = walk.own, mosaic.as_slot(mosaic.group(), 2)
     head = walk.tiling.head_of(item.head, half)
     own.start_loaded.wait()
     # A product with the identity loads the transpose of the start.
