@@ -144,6 +144,10 @@ CASES = [
     Case(128, causal=False, layout="bhtd", dtype="float32", precision="tf32"),
     Case(64, causal=False, states=True, normalize=False, H=8, G=2, dtype="float32"),
     Case(96, causal=False, feature_map="softplus", layout="bhtd", dtype="float32"),
+    Case(64, dtype="float16"),
+    Case(128, decay="step", segments=True, dtype="float16"),
+    Case(128, decay="channel", segments=True),
+    Case(192, decay="channel"),
 ]
 
 
@@ -234,8 +238,9 @@ def lower(case: Case) -> jax.stages.Lowered:
 
 
 def _nothing(_spec: Any, residuals: Residuals, _cotangents: Any) -> Inputs:
-    """In the place of another backend's gradients."""
-    return jax.tree.map(jnp.zeros_like, residuals.inputs)
+    """In the place of another backend's gradients, which segments have none of."""
+    inputs = residuals.inputs._replace(q_segments=None, kv_segments=None)
+    return jax.tree.map(jnp.zeros_like, inputs)
 
 
 def modules_of(lowered: jax.stages.Lowered) -> list[tuple[str, str]]:
