@@ -42,8 +42,9 @@ BACKEND, READER = "mosaic_gpu", "mosaic_gpu.float8"
 # Relative RMS errors of outputs and states, as in benchmarks/float8.py. Softmax attention rounds
 # its weights to 8 bits as well.
 LIMITS = {"attention": 3e-2, "linear_attention": 5e-3}
-# Of the largest score that the norms of q and k allow: tensor cores keep about 13 bits of a sum of
-# products of 8 bits, so on an H200 the largest error of lse was 0.8 to 0.9 of 2^-13 of it.
+# The limit of lse's error, as a share of the largest score that the norms of q and k allow. Tensor
+# cores keep about 13 bits of a sum of products of 8 bits. On an H200 the largest error was 0.8 to
+# 0.9 of 2^-13 of that score.
 LSE_LIMIT = 2.0**-12
 # Widened values are rounded to bfloat16 where a scale is no power of two.
 WIDENED_LSE = 5e-2

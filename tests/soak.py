@@ -557,8 +557,11 @@ class Intervals:
 
 
 def memory(device: str) -> dict[str, float]:
-    """What is held. Compilers run in many threads, and the C library would keep what they freed for
-    each of them; it gives that back first."""
+    """The memory that the process holds, of the host and of a GPU.
+
+    Compilers run in many threads, and for each thread the C library keeps freed memory for later.
+    `malloc_trim` makes it return that memory first.
+    """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
     found = {

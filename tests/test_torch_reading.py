@@ -75,7 +75,7 @@ def call_of(op: str, tensors: Any, scales: Any, **options: Any) -> Any:
 
 
 def by_jax(op: str, tensors: Any, scales: Any, **options: Any) -> Any:
-    """The same call of ato_jax."""
+    """The result of `ato_jax` for the same arguments, in the layout "bhtd" unless they name one."""
     options = {"layout": "bhtd"} | options
     if op == "attention":
         options = {"query_offset": 0} | options
