@@ -208,13 +208,14 @@ def test_what_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "options, implementation",
     [
-        ({"out_dtype": "float32"}, "triton"),
+        pytest.param({"out_dtype": "float32"}, "triton", marks=pytest.mark.lowering),
         ({"D": 80}, "mosaic_gpu"),
         ({"D": 96}, "mosaic_gpu"),  # too few columns to pay
         ({"D": 48, "implementation": "mosaic_gpu"}, "mosaic_gpu"),
-        ({"implementation": "triton"}, "triton"),
+        pytest.param({"implementation": "triton"}, "triton", marks=pytest.mark.lowering),
         ({"implementation": "xla"}, "xla"),
-        ({"T": 128}, "triton"),  # too few rows for Hopper's kernels
+        # Too few rows for Hopper's kernels.
+        pytest.param({"T": 128}, "triton", marks=pytest.mark.lowering),
     ],
 )
 def test_what_is_widened(

@@ -160,6 +160,7 @@ def test_derivatives_are_the_plain_ones() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.lowering
 def test_what_the_kernel_refuses() -> None:
     def refused(here: device.Device = GPUS[90], dtype: str = "float32", **sizes: int) -> str | None:
         known = {"B": 1, "T": 1, "S": 64, "H": 1, "G": 1, "D": 64, "V": 64} | sizes

@@ -120,6 +120,7 @@ def test_plain_jax_computes_what_the_library_does(case):
         assert isinstance(found.time(0.0), timing.Timing)
 
 
+@pytest.mark.lowering  # JAX's own kernel, one of the peers, is imported with it
 @pytest.mark.parametrize("case", decode.CASES["cpu"], ids=str)
 def test_caches_in_every_form(case):
     names = side_by_side.wanted(decode.CONTEST, case)

@@ -137,6 +137,7 @@ def test_derivatives_are_the_plain_ones() -> None:
     close(curve, wanted_curve)
 
 
+@pytest.mark.lowering
 def test_what_is_left_to_plain_jax() -> None:
     inputs = StepInputs(*arguments(1, 1, 1, 16, 16), None, ())
     wide = StepInputs(*arguments(1, 1, 1, 257, 16), None, ())

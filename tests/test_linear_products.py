@@ -326,6 +326,7 @@ def test_a_card_that_cuts_operands_to_tf32_loses_nothing(
         np.testing.assert_array_equal(found, wanted[name])
 
 
+@pytest.mark.lowering
 def test_chosen_on_a_card_alone_and_only_where_no_kernel_holds_the_states() -> None:
     def backends(**sizes: Any) -> list[str | None]:
         row = Row("linear_attention", **{"B": 1, "H": 8, "T": 16384} | sizes)

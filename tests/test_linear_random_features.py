@@ -95,6 +95,7 @@ def test_the_kernels_return_the_gradients_of_logarithms() -> None:
     np.testing.assert_array_equal(pull(2 * x)[0], 2 * x * x)
 
 
+@aot.requires_triton
 @pytest.mark.parametrize("D, features", [(64, 128), (128, 256), (96, 112)])
 def test_they_lower_for_a_card(D: int, features: int) -> None:
     x = jnp.ones((3, 500, D), jnp.bfloat16)
