@@ -224,9 +224,10 @@ def test_a_cpu_goes_step_by_step_where_no_derivative_is_taken(case: str) -> None
     ("kind", "sizes", "by_steps"),
     [
         (None, {"H": 16, "D": 64, "V": 64}, True),
+        (None, {"H": 1, "D": 128, "V": 128}, False),
         ("channel", {"H": 64, "D": 64, "V": 64}, True),
-        ("channel", {"H": 3, "D": 128, "V": 128}, True),
-        ("channel", {"H": 4, "D": 128, "V": 128}, False),
+        ("channel", {"H": 4, "D": 128, "V": 128}, True),
+        ("channel", {"H": 8, "D": 128, "V": 128}, False),
         ("step", {"H": 12, "D": 64, "V": 64}, True),
         ("step", {"H": 16, "D": 64, "V": 64}, False),
         ("step", {"H": 2, "D": 128, "V": 128}, False),

@@ -32,9 +32,11 @@ from ato_jax.ops.delta_rule.xla.chunk import Steps, open_chunk, walk
 PIECE_SIZE = 1 << 21
 # Elements of one state: up to here a CPU's products of 32 steps gain little.
 NARROW_STATE = 1 << 12
-# The most elements of all states, 192 KiB: at 256 KiB XLA (JAX 0.10.2) cuts each step among
-# threads, which took up to twice as long. Narrow ones are faster up to 1 MiB at least.
+# The most elements of all states that go step by step: with a decay per step, which costs a chunk
+# little, with one per channel where they are not narrow, and narrow ones otherwise. At 256 KiB XLA
+# (JAX 0.10.2) cuts each step among threads, which took up to twice as long.
 STATES_BY_STEPS = 3 << 14
+CHANNEL_STATES_BY_STEPS = 5 << 14
 NARROW_STATES_BY_STEPS = 1 << 18
 
 
@@ -73,9 +75,11 @@ def is_faster_by_steps(spec: DeltaRuleSpec) -> bool:
     """Whether a CPU's forward pass is, by the times in docs/notes/delta_rule.md."""
     states = spec.B * spec.H * spec.D * spec.V
     narrow = spec.D * spec.V <= NARROW_STATE
-    if spec.decay == "step":  # it costs a chunk little
+    if spec.decay == "step":
         return narrow and states <= STATES_BY_STEPS
-    return states <= (NARROW_STATES_BY_STEPS if narrow else STATES_BY_STEPS)
+    if narrow:
+        return states <= NARROW_STATES_BY_STEPS
+    return spec.decay == "channel" and states <= CHANNEL_STATES_BY_STEPS
 
 
 def power_of_two(size: int) -> int:
