@@ -143,3 +143,13 @@ def test_gradients_of_either_sign_without_a_normaliser_are_the_next_backends() -
         spec = dataclasses.replace(request.spec, B=2048)
         assert mosaic_gpu.beats_later_backends(spec, described("H200"), False)
         assert mosaic_gpu.beats_later_backends(spec, described("H200"), True) == is_chosen
+
+
+def test_few_rows_are_taken_where_xla_alone_is_behind() -> None:
+    """XLA takes as long as its scan has steps; what has fewer was not measured."""
+    for T, heads, is_chosen in ((1024, 4, True), (1024, 3, False), (512, 8, False)):
+        q = jnp.ones((1, T, 1, 128), jnp.bfloat16)
+        request, _ = numerics.prepare(OP, q, q, q, decay=jnp.zeros(q.shape))
+        spec = dataclasses.replace(request.spec, B=heads)
+        for backward in (False, True):
+            assert mosaic_gpu.beats_later_backends(spec, described("H200"), backward) == is_chosen

@@ -37,6 +37,13 @@ ENOUGH_ROWS = 2**16
 # 32 heads of 8,192 rows of 64 columns took 0.196 ms and 0.340, with gradients 0.692 and 1.03; of
 # 128 columns 0.355 and 1.14, 1.34 and 3.86. Fewer rows have not been timed.
 ENOUGH_ROWS_BOTH_WAYS = 2**17
+# With a decay per channel where XLA alone is behind these kernels. It takes as long as its scan has
+# steps: on an H200 4 heads of 1,024 rows took 104 us here and 1,012 by XLA where causal, with
+# segments and D64, with gradients 383 and 3,408; of 4,096 rows 104 and 4,190, 490 and 13,499. Where
+# every query sees every key, D128, 1,024 rows took 109 and 1,769, with gradients 408 and 5,613.
+# Shorter sequences have not been timed.
+ENOUGH_ROWS_BESIDE_XLA = 2**12
+LEAST_STEPS_BESIDE_XLA = 1024
 # The share of a tile's products that a head needs. What it takes is the tile's time, less some
 # traffic, so with a smaller share it is left to Triton. On an H200, T 16384, causal, forward and
 # forward + backward in ms, and Triton's: B8 H16 D32 0.362, 1.29 (0.475, 1.59), B8 H42 D24 1.01,
@@ -88,7 +95,8 @@ def beats_later_backends(spec: LinearAttentionSpec, device: Device, backward_fol
             # are added up in float32 now and keep the budget there, but nobody has timed them.
             return False
         columns = max(spec.D + spec.V, 2 * frame.F)
-        return spec.B * spec.H * spec.T >= ENOUGH_ROWS * 2 * frame.F // columns
+        enough = ENOUGH_ROWS if spec.T < LEAST_STEPS_BESIDE_XLA else ENOUGH_ROWS_BESIDE_XLA
+        return spec.B * spec.H * spec.T >= enough * 2 * frame.F // columns
     if spec.decay == "channel" and spec.dtype == "float16" and backward_follows:
         # On an H200 the forward of B2 H8 T8192 D128 took 0.211 ms, by Triton's kernels 0.555.
         return False
