@@ -2,7 +2,8 @@
 
 The sequence is cut into chunks of 32 or 64 steps. What no state enters, among it the inverse of a
 triangular system, is computed for all chunks of a piece at once; then `lax.scan` carries the state
-from chunk to chunk (`chunk.py` has the mathematics). An outer scan goes from piece to piece. For
+from chunk to chunk (`chunk.py` has the mathematics), and the queries of all chunks read the states
+that it left. An outer scan goes from piece to piece. For
 the derivative it keeps the states before each piece, and `jax.checkpoint` recomputes a piece's
 arrays instead of storing them.
 
@@ -26,7 +27,7 @@ from ato_jax.device import Device
 from ato_jax.meshes import varying_with
 from ato_jax.ops.delta_rule import recurrence
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residuals
-from ato_jax.ops.delta_rule.xla.chunk import Steps, open_chunk, walk
+from ato_jax.ops.delta_rule.xla.chunk import Steps, open_chunk, read, walk
 
 # The most elements of v in a piece where there are many chunks to keep a device busy.
 PIECE_SIZE = 1 << 21
@@ -187,6 +188,7 @@ def _by_chunks(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     for axes in (OVER_HEADS, 0):  # heads; batch entries and chunks
         open_chunks = jax.vmap(open_chunks, (axes,))
     walk_on = jax.vmap(jax.vmap(functools.partial(walk, spec)))
+    read_all = jax.vmap(jax.vmap(jax.vmap(functools.partial(read, spec))))
 
     def attend(state: jax.Array, piece: Steps) -> tuple[jax.Array, jax.Array]:
         """The state after a piece, and out [B, steps, H, V]."""
@@ -194,7 +196,8 @@ def _by_chunks(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
             lambda array: jnp.swapaxes(array.reshape(spec.B, -1, *array.shape[1:]), 0, 1),
             open_chunks(open_piece(spec, chunk, piece)),
         )
-        state, out = jax.lax.scan(walk_on, state, chunks)  # out [chunks, B, G, R, C, V]
+        state, walked = jax.lax.scan(walk_on, state, chunks)
+        out = read_all(chunks, walked)  # [chunks, B, G, R, C, V]
         out = jnp.moveaxis(out.astype(given), (1, 4), (0, 2))
         return state, out.reshape(spec.B, -1, spec.H, spec.V)
 

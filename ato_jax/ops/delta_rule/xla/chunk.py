@@ -76,6 +76,11 @@ class Chunk(NamedTuple):
     kept: Any  # [R or 1, 1 or D], of S in S'
 
 
+class Walked(NamedTuple):
+    state: Any  # S, [R, D, V]
+    written: Any  # u, [R, C, V]
+
+
 exact = functools.partial(jnp.einsum, precision=EXACT)
 
 
@@ -206,19 +211,24 @@ def open_chunk(spec: DeltaRuleSpec, steps: Steps) -> Chunk:
     return Chunk(q, k, k_right, v, solved, jnp.where(s <= t, products[0], 0), left, right, kept)
 
 
-def walk(spec: DeltaRuleSpec, state: jax.Array, chunk: Chunk) -> tuple[jax.Array, jax.Array]:
-    """S' [R, D, V] and out [R, C, V] from S [R, D, V]."""
+def walk(spec: DeltaRuleSpec, state: jax.Array, chunk: Chunk) -> tuple[jax.Array, Walked]:
+    """S' [R, D, V], and what the chunk's out is made of, from S [R, D, V]."""
     einsum = einsum_of(spec)
+    recalled = einsum("rdv,td->rtv", state, chunk.k)
+    written = exact("rts,rsv->rtv", chunk.solved, chunk.v - _times(chunk.left, recalled))
+    added = einsum("rtv,td->rdv", _times(chunk.right, written), chunk.k_right)
+    return _times(chunk.kept, state) + added, Walked(state, written)
 
-    def times(factor: jax.Array | None, array: jax.Array) -> jax.Array:
-        return array if factor is None else factor[..., None] * array
 
-    recalled = einsum("td,rdv->rtv", chunk.k, state)
-    read = einsum_of_queries(spec)("td,rdv->rtv", chunk.q, state)
-    written = exact("rts,rsv->rtv", chunk.solved, chunk.v - times(chunk.left, recalled))
-    out = times(chunk.left, read) + exact("rts,rsv->rtv", chunk.pairs, written)
-    added = einsum("td,rtv->rdv", chunk.k_right, times(chunk.right, written))
-    return times(chunk.kept, state) + added, out
+def read(spec: DeltaRuleSpec, chunk: Chunk, walked: Walked) -> jax.Array:
+    """out [R, C, V]. No other chunk waits for it, so all chunks of a piece are read at once."""
+    of_state = einsum_of_queries(spec)("rdv,td->rtv", walked.state, chunk.q)
+    of_chunk = exact("rts,rsv->rtv", chunk.pairs, walked.written)
+    return _times(chunk.left, of_state) + of_chunk
+
+
+def _times(factor: jax.Array | None, array: jax.Array) -> jax.Array:
+    return array if factor is None else factor[..., None] * array
 
 
 def sums_between(decay: jax.Array) -> jax.Array:
