@@ -216,6 +216,46 @@ def test_queries_that_see_nothing() -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((gradients, hessian)))
 
 
+def outputs_of_both(**options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """out [2, 6, 4, 5] and lse [2, 6, 4] by XLA, which are NaN where the reference is, gradients
+    too."""
+    arrays = qkv(T=6, S=7)
+
+    def outputs(backend: str) -> tuple[Any, Any]:
+        run = functools.partial(attention, return_lse=True, implementation=backend, **options)
+        results, pull = jax.vjp(run, *arrays)
+        return results, pull(jax.tree.map(jnp.ones_like, results))
+
+    wanted, found = outputs("reference"), outputs("xla")
+    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-5)
+    out, lse = found[0]
+    return np.asarray(out), np.asarray(lse)
+
+
+@pytest.mark.parametrize("bias", [{}, {"bias": jnp.ones((6, 1))}], ids=["no bias", "bias"])
+def test_an_infinite_sink_shows(bias: dict[str, Any]) -> None:
+    sinks = jnp.array([0.5, jnp.inf, 0.5, -jnp.inf])
+    out, lse = outputs_of_both(sinks=sinks, **bias)
+    for array in (np.isnan(out).any(-1), np.isnan(lse)):
+        assert array[..., 1].all() and not array[..., [0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", [(6, 7), (6, 1), (1, 7)], ids=["pair", "query", "key"])
+@pytest.mark.parametrize("sinks", [None, jnp.zeros(4)], ids=["no sinks", "sinks"])
+def test_a_bias_that_is_no_number_shows(value: float, shape: Any, sinks: Any) -> None:
+    """In the rows of the queries that see it, and in no others."""
+    bias = np.zeros(shape, np.float32)
+    bias[-1, -1] = value
+    rows = np.broadcast_to(bias, (6, 7))
+    for mask in (np.ones((6, 7), bool), np.eye(6, 7, dtype=bool), np.isfinite(rows)):
+        out, lse = outputs_of_both(bias=jnp.asarray(bias), mask=mask, sinks=sinks)
+        seen = (mask & ~np.isfinite(rows)).any(-1)  # [T]
+        for array in (np.isnan(out).any(-1), np.isnan(lse)):
+            assert (array == seen[:, None]).all()
+
+
 # -- work and memory -----------------------------------------------------------------------------
 
 

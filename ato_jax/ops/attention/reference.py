@@ -83,7 +83,7 @@ def forward(spec: AttentionSpec, config: Config, inputs: Inputs) -> Outputs:
     visible = visible_pairs(spec, inputs)
     if inputs.bias is not None:
         bias = jnp.where(visible, inputs.bias.astype(dtype), 0)
-        visible = visible & (bias > -jnp.inf)
+        visible = visible & (bias != -jnp.inf)
         s = s + jnp.where(visible, bias, 0)
     s = jnp.where(visible, s, -jnp.inf)
     logits = s

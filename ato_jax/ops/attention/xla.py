@@ -9,6 +9,8 @@ For one kv head, a block of queries i, and all keys j that its strip can see (`b
     out_i  = sum_j dropped(p[i,j]) v_j / l_i                0 where l_i = 0
     lse_i  = m_i + log l_i                                  -inf where l_i = 0
 
+A query that sees NaN, or a score or sink of +inf, has an l_i of NaN, and so out and lse are NaN.
+
 m only keeps exp in range. Neither out nor lse depends on it, so every derivative takes it for a
 constant. The softmax has a custom derivative in forward mode, which JAX transposes and
 differentiates to any order:
@@ -85,6 +87,8 @@ def _block(spec: AttentionSpec, arrays: blocks.Arrays) -> tuple[jax.Array, jax.A
         # Added there, its gradient needs no sum of ds over the keys, whose terms cancel.
         s = jnp.where(by_query == -jnp.inf, -jnp.inf, s)
         by_query = jnp.where(jnp.max(s, axis=-1, keepdims=True) == -jnp.inf, 0, by_query)
+        # NaN and infinity are added to the scores as well, so that `out` shows them.
+        s = s + jnp.where(jnp.isfinite(by_query), 0, by_query)
     keep = None
     if spec.dropout_rate:
         i, j = blocks.indices(arrays)
@@ -162,7 +166,7 @@ def _lse(
 ) -> jax.Array:
     log_total = jnp.log(_not_zero(total))
     if by_query is None:
-        return jnp.where(total > 0, m + log_total, -jnp.inf)
+        return jnp.where(total == 0, -jnp.inf, m + log_total)
     top = m + by_query
     if sinks is not None:
         # Where the sink is the largest, m + by_query is sinks - by_query + by_query, which loses
@@ -170,11 +174,11 @@ def _lse(
         top = jnp.where(sinks - by_query >= m, sinks, top)
     # m has no derivative, which `total` makes up for; by_query has one.
     shifted = lax.stop_gradient(top) + (by_query - lax.stop_gradient(by_query))
-    return jnp.where(total > 0, shifted + log_total, -jnp.inf)
+    return jnp.where(total == 0, -jnp.inf, shifted + log_total)
 
 
 def _not_zero(total: jax.Array) -> jax.Array:
-    return jnp.where(total > 0, total, 1)
+    return jnp.where(total == 0, 1, total)
 
 
 def _dropped(spec: AttentionSpec, p: jax.Array, keep: jax.Array | None) -> jax.Array:
