@@ -28,11 +28,13 @@ def checked(
 ) -> Callable[Parameters, tuple[checkify.Error, Result]]:
     """Adds to a function the checks of values that are not known when it is traced.
 
-    They are: in every op, a length out of range; in linear attention and the delta rule, a decay
-    above 0; in linear attention, features whose sums overflow float32; in `decode_attention`, a
-    page id out of range; and whatever a `PagedCache` refuses. Without `checked` such a value is
-    clipped or masked, or told by a returned flag alone. `jit` may be inside, around or both. A
-    check costs time: the errors are outputs of the program.
+    They are: in every op, a length out of range; in softmax attention, a query offset beyond 2^29
+    or below -2^29; in linear attention and the delta rule, a decay above 0; in linear attention,
+    features whose sums overflow float32; in `decode_attention`, a page id out of range; and
+    whatever a `PagedCache` refuses. Without `checked` such a value is clipped or masked, or told by
+    a returned flag alone. A call without `checked` never reads the lengths, offsets and page ids in
+    a jax array, since it would wait for the device; those in a NumPy array or a list it refuses.
+    `jit` may be inside, around or both. A check costs time: the errors are outputs of the program.
 
     Args:
       function: Any function that JAX can trace.

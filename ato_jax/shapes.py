@@ -9,6 +9,7 @@ must agree. An error names the argument, what it got and what it needs.
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -22,6 +23,7 @@ FLOATS = ("bfloat16", "float16", "float32")
 INT32 = np.iinfo(np.int32)
 LEAST = float(np.finfo(np.float32).tiny)  # denormals count as 0 in a kernel
 MOST = float(np.finfo(np.float32).max)
+IS_LOG_DECAY = "is the natural log of a factor and must be <= 0"
 
 
 def refuse_masked(name: str, array: Any) -> None:
@@ -236,6 +238,23 @@ def positive(name: str, value: Any) -> float:
         least = f" (at least {LEAST:.2g}, float32's least)" if found > 0 else ""
         raise ValueError(f"{name} must be positive{least}, got {found}")
     return found
+
+
+def scale(value: Any) -> float:
+    """The number `scale`: 0, or one that is not 0 as a float32; a ValueError for any other."""
+    found = static_number("scale", value)
+    if 0 < abs(found) < LEAST:
+        raise ValueError(
+            f"scale must be 0 or at least {LEAST:.2g} in size, float32's least, got {found}"
+        )
+    return found
+
+
+def refuse_growing_decay(largest: float, name: str = "decay") -> None:
+    """A ValueError for log decays up to `largest`, where it is above 0 or NaN."""
+    if not largest <= 0:
+        found = "NaN" if math.isnan(largest) else f"values up to {largest}"
+        raise ValueError(f"{name} {IS_LOG_DECAY}, got {found}")
 
 
 def is_int(value: Any) -> TypeGuard[int | np.integer[Any]]:

@@ -407,9 +407,16 @@ def stacked(name: str, pieces: Any) -> torch.Tensor:
 
 
 def decay_of(
-    decay: Any, query: torch.Tensor, sizes: dict[str, int], kinds: list[str], batched: bool
+    decay: Any,
+    query: torch.Tensor,
+    sizes: dict[str, int],
+    kinds: list[str],
+    batched: bool,
+    padded: bool = False,
 ) -> torch.Tensor:
-    """`decay` in float32, with a batch axis unless it is [G]. Its axes must be one of `kinds`."""
+    """`decay` in float32, with a batch axis unless it is [G]. Its axes must be one of `kinds`.
+    Where keys are `padded`, NaN may be in the padding.
+    """
     check("decay", decay, like=query)
     letters_of = {len(letters): letters for letters in reversed(kinds)}
     if decay.ndim not in letters_of:
@@ -417,12 +424,10 @@ def decay_of(
         raise ValueError(f"decay must be {needed}, got shape {tuple(decay.shape)}")
     shapes.bind(dict(sizes), "decay", tuple(decay.shape), letters_of[decay.ndim])
     if decay.device.type == "cpu" and _modes.runs_plainly([decay]) and decay.numel():
-        largest = float(decay.detach().max())
-        if largest > 0:
-            raise ValueError(
-                "decay is the natural log of a factor and must be <= 0, "
-                f"got values up to {largest}"
-            )
+        values = decay.detach()
+        if padded and decay.ndim > 1:
+            values = values.nan_to_num(nan=0.0)
+        shapes.refuse_growing_decay(float(values.max()))
     return (decay[None] if decay.ndim > 1 and not batched else decay).float()
 
 

@@ -68,12 +68,7 @@ def _named(inputs: Inputs, name: str, tensor: Any, letters: str) -> torch.Tensor
 def decay_of(inputs: Inputs, name: str, tensor: Any, letters: str) -> torch.Tensor:
     decay = _named(inputs, name, tensor, letters)
     if decay.device.type == "cpu" and _modes.runs_plainly([tensor]) and decay.numel():
-        largest = float(decay.detach().max())
-        if largest > 0:
-            raise ValueError(
-                f"{name} is the natural log of a factor and must be <= 0, got values up to "
-                f"{largest}"
-            )
+        shapes.refuse_growing_decay(float(decay.detach().max()), name)
     return decay
 
 

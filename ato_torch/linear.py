@@ -205,7 +205,8 @@ def linear_attention(
     # F, the number of features, depends on the feature map; ato_jax checks axes of that size.
     if decay is not None:
         kinds = ["G", *(axes(layout, letters)[first:] for letters in ("BSG", "BSGF"))]
-        tensors["decay"] = _checks.decay_of(decay, query, sizes, kinds, batched)
+        padded = q_lengths is not None or kv_lengths is not None
+        tensors["decay"] = _checks.decay_of(decay, query, sizes, kinds, batched, padded)
     if initial_state is not None:
         tensors |= _checks.state_of("initial_state", initial_state, query, batched)
     feature_map, parameters = _ops.resolved(feature_map, query.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -46,6 +47,39 @@ def test_lengths(function: Any, name: str, most: str, lengths: list[int]) -> Non
     assert message is not None and f"{name} must lie between 0 and {most}, got" in message
     assert ato_jax.checked(jax.jit(call))(jnp.array([0, 4]))[0].get() is None
     call(jnp.array(lengths))  # without `checked` they are clipped
+
+
+def test_lengths_in_an_array_of_jax() -> None:
+    """A jax array's numbers are not read: outside of `checked` they are clipped."""
+    q, k = normal(B, T, H, D), normal(B, S, G, D)
+    beta = jnp.full((B, T, H), 0.5)
+    for function, arrays, name in (
+        (ato_jax.attention, (q, k, k), "kv_lengths"),
+        (ato_jax.linear_attention, (q, k, k), "kv_lengths"),
+        (ato_jax.gated_delta_rule, (q[:, :, :G], q[:, :, :G], q, beta), "lengths"),
+        (ato_jax.decode_attention, (q, k, k), "lengths"),
+    ):
+        for lengths in ([99, 1], [-2, 1]):
+            call = functools.partial(function, **{name: jnp.array(lengths)})
+            message = str(ato_jax.checked(call)(*arrays)[0].get())
+            assert f"{name} must lie between 0 and" in message and "got" in message
+            call(*arrays)
+            with pytest.raises(ValueError, match=f"{name} must lie between 0 and"):
+                function(*arrays, **{name: np.array(lengths)})
+
+
+def test_query_offsets() -> None:
+    q, k = normal(B, T, H, D), normal(B, S, G, D)
+
+    def call(offset: jax.Array) -> jax.Array:
+        return ato_jax.attention(q, k, k, causal=True, query_offset=offset)
+
+    for check in (ato_jax.checked(call), ato_jax.checked(jax.jit(call))):
+        for right in ([1 << 29, 0], [-(1 << 29), 0]):
+            assert check(jnp.array(right))[0].get() is None
+        for wrong in ([(1 << 29) + 1, 0], [0, -(1 << 29) - 1], [(1 << 31) - 1, -(1 << 31)]):
+            message = str(check(jnp.array(wrong))[0].get())
+            assert "query_offset must lie between -536870912 and 536870912, got" in message
 
 
 def test_lengths_everywhere() -> None:

@@ -5,6 +5,7 @@ A pattern below is what the message must contain, in order.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -103,6 +104,8 @@ def refused(*patterns: str) -> Any:
         ({"scale": np.nan}, ["scale must be finite", "nan"]),
         ({"scale": jnp.ones(3)}, ["scale must be a number"]),
         ({"scale": 1e39}, ["scale must be finite", "float32", "1e.39"]),
+        ({"scale": 1e-50}, ["scale must be 0 or at least 1.2e-38", "got 1e-50"]),
+        ({"scale": -1e-40}, ["scale must be 0 or at least 1.2e-38", "got -1e-40"]),
         ({"scale": np.bool_(True)}, ["scale must be a number", "True"]),
         ({"scale": jnp.bool_(True)}, ["scale must be a number", "True"]),
         ({"scale": np.array("3")}, ["scale must be a number", "3"]),
@@ -153,6 +156,13 @@ def test_both(function: Any, changed: dict[str, Any], patterns: list[str]) -> No
         (True, {"eps": 1e-50}, ["eps must be positive", "at least 1.2e-38", "1e-50"]),
         (True, {"eps": "small"}, ["eps must be a number", "small"]),
         (True, {"decay": jnp.full(G, 0.1)}, ["decay", "<= 0", "0.1"]),
+        (True, {"decay": jnp.full(G, jnp.nan)}, ["decay", "<= 0", "got NaN"]),
+        (True, {"decay": jnp.full((B, T, G), jnp.nan)}, ["decay", "<= 0", "got NaN"]),
+        (
+            True,
+            {"decay": jnp.full(G, jnp.nan), "kv_lengths": np.array([T, 1])},
+            ["decay", "<= 0", "got NaN"],
+        ),
         (True, {"decay": jnp.ones(H)}, ["decay must be", "G=2", "got shape"]),
         (True, {"decay": -jnp.ones((B, T, H))}, ["decay must be", "G=2", "got shape"]),
         (True, {"decay": -jnp.ones((B, T, G, V))}, ["decay must be", "got shape"]),
@@ -250,6 +260,16 @@ def test_lengths_on_the_device_are_clipped() -> None:
         wanted = function(*qkv(), kv_lengths=np.array([6, 0]))
         found = function(*qkv(), kv_lengths=jnp.array([9, -3]))
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_nan_in_the_padding_of_a_decay() -> None:
+    """It reaches nothing. Beside it a positive decay is found."""
+    lengths = np.array([T, 1])
+    decay = jnp.full((B, T, G), -0.5).at[1, 1:].set(jnp.nan)
+    call = functools.partial(ato_jax.linear_attention, *SQUARE, causal=True, kv_lengths=lengths)
+    assert np.isfinite(call(decay=decay)).all()
+    with refused("decay", "<= 0", "up to 0.25"):
+        call(decay=decay.at[0, 0, 0].set(0.25))
 
 
 @each_op
@@ -411,10 +431,12 @@ STATE = ato_jax.LinearState(array(B, G, D, V), array(B, G, D))
         ({"state": (STATE.k_sum, STATE.kv)}, ["state.kv must be", "got shape"]),
         ({"state": (STATE.kv.astype(int), STATE.k_sum)}, ["state.kv must be", "int32"]),
         ({"decay": jnp.full(G, 0.1)}, ["decay", "<= 0", "0.1"]),
+        ({"decay": jnp.full(G, jnp.nan)}, ["decay", "<= 0", "got NaN"]),
         ({"decay": jnp.zeros(G, int)}, ["decay must be", "int32"]),
         ({"decay": jnp.zeros(())}, ["decay must be", r"\[G\]", "got shape"]),
         ({"eps": -1}, ["eps must be positive"]),
         ({"scale": 1.0}, ["scale must be None", "normalize"]),
+        ({"scale": 1e-50, "normalize": False}, ["scale must be 0 or at least", "got 1e-50"]),
         ({"normalize": 1}, ["normalize must be True or False"]),
         ({"feature_map": None}, ["feature_map must be", "None"]),
     ],
@@ -546,6 +568,27 @@ def test_masked_arrays(function: Any, right: dict[str, Any], names: str) -> None
 
 CACHE = {"num_slots": 2, "max_length": 8, "num_pages": 4, "page_size": 4}
 CACHE |= {"num_kv_heads": G, "head_dim": D}
+
+
+@pytest.mark.parametrize("scale", [1e-50, -1e-40])
+def test_a_scale_that_float32_takes_for_0(scale: float) -> None:
+    """By every function that has one; 0 itself is right."""
+    beta, state = array(B, T, H), array(B, H, D, V)
+    keys, values = array(B, T, G, D), array(B, T, H, V)
+    given = {function: arguments for function, arguments, _ in ARRAYS}
+    given |= {
+        ato_jax.linear_attention: given[ato_jax.linear_attention] | {"normalize": False},
+        ato_jax.linear_attention_step: given[ato_jax.linear_attention_step] | {"normalize": False},
+        ato_jax.gated_delta_rule: {"q": keys, "k": keys, "v": values, "beta": beta},
+        ato_jax.gated_delta_rule_step: {
+            "q": keys[:, 0], "k": keys[:, 0], "v": values[:, 0], "beta": beta[:, 0], "state": state
+        },
+    }  # fmt: skip
+    del given[ato_jax.combine]
+    for function, arguments in given.items():
+        with refused("scale must be 0 or at least 1.2e-38 in size", f"got {scale}"):
+            function(**arguments, scale=scale)
+        function(**arguments, scale=0.0)
 
 
 def test_the_fields_of_a_paged_cache() -> None:

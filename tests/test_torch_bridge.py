@@ -416,6 +416,8 @@ def test_steps_are_causal_linear_attention():
         ({"state": (torch.zeros(B, 2, D), torch.zeros(B, 2, D))}, "state.kv must be .B, G, F, V"),
         ({"decay": -torch.ones(3)}, "decay must be .G. with G=2"),
         ({"decay": torch.ones(2)}, "decay .* must be <= 0"),
+        ({"decay": torch.full((2,), torch.nan)}, "decay .* must be <= 0, got NaN"),
+        ({"scale": 1e-50, "normalize": False}, "scale must be 0 or at least 1.2e-38"),
         ({"scale": 2.0}, "scale must be None where normalize is True"),
         ({"feature_map": "cosine"}, "feature_map must be one of"),
     ],
@@ -643,6 +645,15 @@ def test_errors_of_linear_attention():
         ato_torch.linear_attention(query, key[:, :3], value[:, :3])
     with pytest.raises(ValueError, match="decay .* must be <= 0"):
         ato_torch.linear_attention(query, key, value, causal=True, decay=torch.ones(H))
+    padded = torch.zeros(key.shape[:-1])
+    padded[..., -1] = torch.nan
+    with pytest.raises(ValueError, match="decay .* must be <= 0, got NaN"):
+        ato_torch.linear_attention(query, key, value, causal=True, decay=padded)
+    lengths = torch.full((B,), key.shape[2] - 1)
+    out = ato_torch.linear_attention(
+        query, key, value, causal=True, decay=padded, kv_lengths=lengths
+    )
+    assert out.isfinite().all()
     with pytest.raises(ValueError, match="initial_state must be a pair of tensors"):
         ato_torch.linear_attention(query, key, value, initial_state=torch.zeros(2))
     with pytest.raises(ValueError, match="layout must be one of"):

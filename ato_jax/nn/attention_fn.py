@@ -275,7 +275,7 @@ def softmax_attention_fn(
         causal=shapes.flag("causal", causal),
         window=None if left is None and right is None else (left, right),
         softcap=None if softcap is None else shapes.positive("softcap", softcap),
-        scale=None if scale is None else shapes.static_number("scale", scale),
+        scale=None if scale is None else shapes.scale(scale),
         implementation=as_implementation(softmax.OP, implementation),
     )
 
@@ -333,7 +333,7 @@ def linear_attention_fn(
         feature_map=feature_map,
         causal=shapes.flag("causal", causal),
         normalize=None if normalize is None else shapes.flag("normalize", normalize),
-        scale=None if scale is None else shapes.static_number("scale", scale),
+        scale=None if scale is None else shapes.scale(scale),
         eps=shapes.positive("eps", eps),
         implementation=as_implementation(linear.OP, implementation),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -165,12 +166,17 @@ def _integers_on_host(given: Any) -> Any:
 
 def check_lengths(name: str, found: ArrayLike, axis: str, size: int) -> None:
     """An error of `checked` unless the lengths lie between 0 and the size of the axis."""
+    check_within(name, found, 0, size, f"{axis}={size}")
+
+
+def check_within(name: str, found: ArrayLike, low: int, high: int, high_name: str) -> None:
+    """An error of `checked` unless the integers lie in [low, high]."""
     if checking.checking():
         found = jnp.asarray(found)
-        nearest = shapes.clipped(found, -1, size + 1)
+        nearest = shapes.clipped(found, low - 1, high + 1)
         checking.check(
-            ((nearest >= 0) & (nearest <= size)).all(),
-            f"{name} must lie between 0 and {axis}={size}, got {{{name}}}",
+            ((nearest >= low) & (nearest <= high)).all(),
+            f"{name} must lie between {low} and {high_name}, got {{{name}}}",
             **{name: found},
         )
 
@@ -247,21 +253,23 @@ def number_runs(ids: jax.Array) -> jax.Array:
     return jnp.cumsum(jax.vmap(starts_of_runs)(ids), axis=1, dtype=jnp.int32)
 
 
-def refuse_positive(decay: jax.Array) -> None:
-    """A log-decay above 0 grows without bound. `checked` alone sees the values of a traced one."""
+def refuse_positive(decay: jax.Array, padded: bool = False) -> None:
+    """A log-decay above 0 grows without bound, and NaN is none. `checked` alone sees the values of
+    a traced one, and takes NaN, which may be in padding; so does `padded`."""
     if not decay.size:
         return
-    message = "decay is the natural log of a factor and must be <= 0, got values up to {largest}"
     if isinstance(decay, jax.core.Tracer):
         if checking.checking():
-            above = decay > 0  # not NaN, which may stand in padding
+            above = decay > 0
+            message = f"decay {shapes.IS_LOG_DECAY}, got values up to {{largest}}"
             checking.check(~above.any(), message, largest=jnp.where(above, decay, 0).max())
         return
     # Also where jit traces: what a traced function closes over is concrete.
     with jax.ensure_compile_time_eval():
-        largest = float(decay.max())
-    if largest > 0:
-        raise ValueError(message.format(largest=largest))
+        largest = float(decay.max())  # NaN where one of them is
+        if padded and math.isnan(largest):
+            largest = float(jnp.where(decay > 0, decay, 0).max())
+    shapes.refuse_growing_decay(largest)
 
 
 def pad_to_one(array: jax.Array, axis: int) -> jax.Array:

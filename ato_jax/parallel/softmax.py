@@ -216,7 +216,7 @@ def attention(
         right=right,
         options=(
             ("softcap", None if softcap is None else shapes.positive("softcap", softcap)),
-            ("scale", None if scale is None else shapes.static_number("scale", scale)),
+            ("scale", None if scale is None else shapes.scale(scale)),
             ("dropout_rate", dropout_rate),
             ("precision", precision),
             ("implementation", implementation),

@@ -24,6 +24,7 @@ from ato_jax.ops.common import (
     axes,
     bind_lengths,
     bind_segments,
+    check_within,
     pad_to_one,
     precision_of,
 )
@@ -137,7 +138,7 @@ def prepare(
     spec = AttentionSpec(
         **sizes,
         dtype=dtype,
-        scale=shapes.static_number("scale", sizes["D"] ** -0.5 if scale is None else scale),
+        scale=shapes.scale(sizes["D"] ** -0.5 if scale is None else scale),
         layout=layout,
         left=left,
         right=right,
@@ -206,6 +207,7 @@ def bind_offset(
     if found.ndim > 0:
         shapes.bind_batch(sizes, name, found.shape, batched)
     shapes.within(name, query_offset, -farthest, farthest, str(farthest))
+    check_within(name, found, -farthest, farthest, str(farthest))
     found = shapes.clipped(found, -farthest, farthest)
     return None, jnp.broadcast_to(found, (sizes["B"],))
 
@@ -394,7 +396,8 @@ def attention(
 
     Raises:
       ValueError: An argument is wrong for every backend: its shape, dtype or value. The message
-        names it, what it was and what it has to be.
+        names it, what it was and what it has to be. The numbers in a jax array of lengths or
+        offsets are not read, and `ato_jax.checked` reports them.
       UnsupportedError: The backend named by `implementation` does not support this call on this
         device, or a derivative is taken of a call on float8 arrays; the message says why.
 

@@ -116,7 +116,7 @@ def prepare(
         D=sizes["D"],
         V=sizes["V"],
         dtype=str(q.dtype),
-        scale=shapes.static_number("scale", sizes["D"] ** -0.5 if scale is None else scale),
+        scale=shapes.scale(sizes["D"] ** -0.5 if scale is None else scale),
         left=bounds(True, window)[0],
         right=0,
         offset=None,
@@ -231,7 +231,8 @@ def decode_attention(
 
     Raises:
       ValueError: An argument is wrong for every backend: its shape, dtype or value. The message
-        names it, what it was and what it has to be.
+        names it, what it was and what it has to be. The numbers in a jax array of page ids or
+        lengths are not read, and `ato_jax.checked` reports them.
       UnsupportedError: The backend named by `implementation` does not support this call on this
         device; the message says why.
 

@@ -79,7 +79,7 @@ def prepare(
     sizes.setdefault("B", 1)
     check_heads(sizes, layout, many=("v", "BTHV"), few="q")
     q, k, v, beta = (with_batch(array, len(letters)) for _, array, letters in arrays)
-    decay, kind = bind_decay(decay, sizes, layout, "BTH", batched)
+    decay, kind = bind_decay(decay, sizes, layout, "BTH", batched, lengths is not None)
     normalize_qk = shapes.flag("normalize_qk", normalize_qk)
     return_state = shapes.flag("return_state", return_state)
     runs, _ = bind_segments(segment_ids, None, None, sizes | {"S": sizes["T"]}, batched)
@@ -107,7 +107,7 @@ def prepare(
     spec = DeltaRuleSpec(
         **sizes,
         dtype=dtype,
-        scale=sizes["D"] ** -0.5 if scale is None else shapes.static_number("scale", scale),
+        scale=sizes["D"] ** -0.5 if scale is None else shapes.scale(scale),
         normalize_qk=normalize_qk,
         layout=layout,
         decay=kind,
@@ -129,9 +129,17 @@ def floating_arrays(q: Any, k: Any, v: Any, beta: Any) -> tuple[list[jax.Array],
 
 
 def bind_decay(
-    decay: Any, sizes: dict[str, int], layout: str, letters: str, batched: bool
+    decay: Any,
+    sizes: dict[str, int],
+    layout: str,
+    letters: str,
+    batched: bool,
+    padded: bool = False,
 ) -> tuple[jax.Array | None, str | None]:
-    """decay in float32 with a batch axis, and its kind; `letters` are those of one per step."""
+    """decay in float32 with a batch axis, and its kind.
+
+    `letters` are those of one per step. Where steps are `padded`, NaN may be in the padding.
+    """
     if decay is None:
         return None, None
     decay = shapes.floating("decay", decay)
@@ -139,7 +147,7 @@ def bind_decay(
     for form, kind in kinds.items():
         if decay.ndim == len(form) - (not batched):
             shapes.bind(sizes, "decay", decay.shape, form if batched else form[1:])
-            refuse_positive(decay)
+            refuse_positive(decay, padded)
             return with_batch(decay, len(form)).astype(jnp.float32), kind
     wanted = " or ".join(f"[{', '.join(form)}]" for form in kinds)
     raise ValueError(
@@ -237,7 +245,8 @@ def gated_delta_rule(
 
     Raises:
       ValueError: An argument is wrong for every backend: its shape, dtype or value. The message
-        names it, what it was and what it has to be.
+        names it, what it was and what it has to be. The numbers in a jax array of lengths
+        are not read, and `ato_jax.checked` reports them.
       UnsupportedError: The backend named by `implementation` does not support this call on this
         device; the message says why.
 

@@ -88,7 +88,7 @@ def prepare(
     if kind == "step" and decay is not None:
         decay = decay[..., None]
     state = bind_state("state", state, sizes, batched)
-    scale = sizes["D"] ** -0.5 if scale is None else shapes.static_number("scale", scale)
+    scale = sizes["D"] ** -0.5 if scale is None else shapes.scale(scale)
     normalize_qk = shapes.flag("normalize_qk", normalize_qk)
     inputs = StepInputs(q, k, v, beta, decay, state)
     return Request(StepSpec(scale, normalize_qk, not _keeping.get()), inputs, batched)

@@ -90,7 +90,7 @@ def prepare(
     normalize, scale, eps = resolve_output(phi, normalize, scale, eps, sizes["D"])
     q_lengths, kv_lengths, shared = bind_lengths(q_lengths, kv_lengths, sizes, batched)
     q_ids, kv_ids = bind_segments(segment_ids, q_segment_ids, kv_segment_ids, sizes, batched)
-    decay, decay_kind = _bind_decay(decay, sizes, layout, batched)
+    decay, decay_kind = _bind_decay(decay, sizes, layout, batched, kv_lengths is not None)
     square = sizes["T"] == sizes["S"]
     got = f"got T={sizes['T']}, S={sizes['S']}"
     if decay_kind and not causal and not square:
@@ -166,7 +166,7 @@ def resolve_output(
         raise ValueError("scale must be None where normalize is True: it would cancel")
     if scale is None:
         scale = 1.0 if normalize else D**-0.5
-    return normalize, shapes.static_number("scale", scale), shapes.positive("eps", eps)
+    return normalize, shapes.scale(scale), shapes.positive("eps", eps)
 
 
 # The largest normaliser, exp(80). Gradients are divided by it, and float32's least is 1.2e-38.
@@ -209,9 +209,10 @@ def check_sums(phi: features.FeatureMap, normalize: bool, sums: jax.Array) -> No
 
 
 def _bind_decay(
-    decay: Any, sizes: dict[str, int], layout: str, batched: bool
+    decay: Any, sizes: dict[str, int], layout: str, batched: bool, padded: bool
 ) -> tuple[jax.Array | None, str | None]:
-    """decay in float32 and in the layout, and its kind."""
+    """decay in float32 and in the layout, and its kind. Where keys are `padded`, NaN may be in the
+    padding."""
     if decay is None:
         return None, None
     decay = shapes.floating("decay", decay)
@@ -231,7 +232,7 @@ def _bind_decay(
         letters = axes(layout, "BSG" if kind == "step" else "BSGF")
         shapes.bind(sizes, "decay", decay.shape, letters if batched else letters[1:])
         decay = decay if batched else decay[None]
-    refuse_positive(decay)
+    refuse_positive(decay, padded and kind != "head")
     return decay.astype(jnp.float32), kind
 
 
@@ -403,7 +404,8 @@ def linear_attention(
 
     Raises:
       ValueError: An argument is wrong for every backend: its shape, dtype or value. The message
-        names it, what it was and what it has to be.
+        names it, what it was and what it has to be. The numbers in a jax array of lengths
+        are not read, and `ato_jax.checked` reports them.
       UnsupportedError: The backend named by `implementation` does not support this call on this
         device, or a derivative is taken of a call on float8 arrays; the message says why.
 
