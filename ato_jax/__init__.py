@@ -1,5 +1,10 @@
 """Linear and exact softmax attention for JAX, as GPU kernels and plain JAX."""
 
+import jax
+
+if jax.__version_info__ < (0, 10, 2):
+    raise ImportError(f"ato_jax needs JAX 0.10.2 or newer, found {jax.__version__}")
+
 from ato_jax import parallel as parallel
 from ato_jax.checking import checked
 from ato_jax.choosing import UnsupportedError

@@ -292,3 +292,16 @@ print(took)
     )
     assert finished.returncode == 0, finished.stderr
     assert float(finished.stdout) < 1.0
+
+
+def test_an_older_jax_is_refused_by_name() -> None:
+    for version in ((0, 10, 1), (0, 9, 2), (0, 10, 2), (1, 0)):
+        found = ".".join(map(str, version))
+        program = f"import jax; jax.__version_info__ = {version}; jax.__version__ = {found!r}"
+        finished = subprocess.run(
+            [sys.executable, "-c", f"{program}\nimport ato_jax"],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        told = f"ImportError: ato_jax needs JAX 0.10.2 or newer, found {found}\n"
+        assert finished.stderr.endswith(told) == (version < (0, 10, 2)), finished.stderr
+        assert finished.returncode == (version < (0, 10, 2))
