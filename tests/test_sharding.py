@@ -47,6 +47,8 @@ LAYERS: dict[str, Any] = {
     "LatentAttention": functools.partial(
         ato_jax.nn.LatentAttention, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4
     ),
+    "GatedDeltaNet": ato_jax.nn.GatedDeltaNet,
+    "KimiDeltaAttention": ato_jax.nn.KimiDeltaAttention,
 }
 
 
@@ -117,11 +119,13 @@ def check_layers() -> None:
     for name, make in LAYERS.items():
         call = nnx.jit(lambda layer, x: layer(x))
         wanted = call(make(H, 16, rngs=nnx.Rngs(0)), x)
-        with jax.set_mesh(mesh):
-            layer = make(H, 16, rngs=nnx.Rngs(0))
-            out = call(layer, jax.device_put(x, NamedSharding(mesh, P("data"))))
-            alike(name, out, wanted)
-            assert jax.typeof(out).sharding.spec[0] == "data"
+        for spec in (P("data"), P(None, "data")):
+            with jax.set_mesh(mesh):
+                layer = make(H, 16, rngs=nnx.Rngs(0))
+                out = call(layer, jax.device_put(x, NamedSharding(mesh, spec)))
+                alike(f"{name}, {spec}", out, wanted)
+                found = jax.typeof(out).sharding.spec
+                assert found == P(*spec, *[None] * (3 - len(spec))), found
 
 
 def check_shard_map() -> None:

@@ -32,7 +32,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.nnx.nn.linear import default_kernel_init
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from ato_jax import programs, shapes
+from ato_jax import meshes, programs, shapes
 from ato_jax.nn.arguments import (
     Mask,
     Sharding,
@@ -344,13 +344,27 @@ class DeltaNet(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """q, k [B, T, G, D] and v [B, T, H, V], convolved, and the tokens that the next call's taps
         read, [B, conv_size - 1, C]."""
-        B, T = inputs.shape[:2]
         projected = self.query(inputs), self.key(inputs), self.value(inputs)
         kernels = (self.conv_query[...], self.conv_key[...], self.conv_value[...])
         projected, kernels = (
             promote_dtype(arrays, dtype=self.dtype or projected[0].dtype)
             for arrays in (projected, kernels)
         )
+
+        def partition() -> Any:
+            names = [meshes.partition(array) for array in projected]
+            of_tail = names[0][:1] if before is None else meshes.partition(before)
+            return [meshes.sharded(*own) for own in (*names, of_tail)]
+
+        query, key, value, after = meshes.call(
+            self._convolved, [projected, kernels, visible, ids, before], partition
+        )
+        return query, key, value, after
+
+    def _convolved(self, arrays: list[Any]) -> list[jax.Array]:
+        """What `_projected` returns, of the projections and the kernels."""
+        projected, kernels, visible, ids, before = arrays
+        B, T = projected[0].shape[:2]
         sizes = [math.prod(array.shape[2:]) for array in projected]
         flat = [array.reshape(B, T, size) for array, size in zip(projected, sizes, strict=True)]
         x = jnp.concatenate(flat, axis=-1)
@@ -372,10 +386,8 @@ class DeltaNet(nnx.Module):
         x = jax.nn.silu(convolve(x, kernel, before, ids))
         x = x if order is None else order.undo(x)
         parts = jnp.split(x, (sizes[0], sizes[0] + sizes[1]), axis=-1)
-        query, key, value = (
-            part.reshape(array.shape) for part, array in zip(parts, projected, strict=True)
-        )
-        return query, key, value, after
+        parts = [part.reshape(array.shape) for part, array in zip(parts, projected, strict=True)]
+        return [*parts, after]
 
     def _channels(self) -> int:
         """C, the channels of all convolutions."""
