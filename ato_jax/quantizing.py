@@ -48,8 +48,8 @@ def quantize(
       x: An array in float16, bfloat16 or float32.
       axes: The axis or axes that share a scale: (1, 3) of [B, T, H, D] gives a scale [B, H], as
         `attention` and `linear_attention` take it; (2, 3) with layout "bhtd".
-      scale: float32, of x's shape without `axes`, above 0. A power of two keeps values * scale
-        exact in bfloat16.
+      scale: float32, of x's shape without `axes`, above 0; or a Python number, for all of them. A
+        power of two keeps values * scale exact in bfloat16.
 
     Returns:
       (values, scale): values in float8_e4m3fn, of x's shape, and the scale in float32, of x's shape
@@ -74,8 +74,10 @@ def quantize(
     reduced = _axes(axes, x.ndim)
     kept = [axis for axis in range(x.ndim) if axis not in reduced]
     if scale is not None:
-        scale = check_scale("scale", scale)
         wanted = tuple(x.shape[axis] for axis in kept)
+        if isinstance(scale, int | float) and not isinstance(scale, bool):
+            scale = jnp.full(wanted, shapes.positive("scale", scale), jnp.float32)
+        scale = check_scale("scale", scale)
         if scale.shape != wanted:
             raise ValueError(f"scale must have shape {wanted}, got shape {scale.shape}")
 

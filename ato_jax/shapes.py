@@ -131,9 +131,13 @@ def floating(name: str, array: Any, dtype: str | None = None) -> jax.Array:
             "same names for tensors, and ato_jax.explain takes jax.ShapeDtypeStruct(shape, dtype)"
         )
     if found not in FLOATS:
-        raise ValueError(
-            f"{name} must be float16, bfloat16 or float32, got {found}; convert it first"
-        )
+        how = "convert it first"
+        if found.startswith("float8"):
+            how = (
+                "multiply by the scale of ato_jax.quantize first: "
+                f"({name}.astype('float32') * jnp.expand_dims(scale, axes)).astype('bfloat16')"
+            )
+        raise ValueError(f"{name} must be float16, bfloat16 or float32, got {found}; {how}")
     if dtype is not None and found != dtype:
         raise ValueError(f"{name} must have q's dtype {dtype}, got {found}; convert one of them")
     return as_array(name, array)

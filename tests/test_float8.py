@@ -403,6 +403,40 @@ def test_the_largest_scales_that_are_given(scale: float) -> None:
     assert values[:2].tolist() == [1, -0.625] and not values[3]
 
 
+def test_one_number_scales_all() -> None:
+    x = normal(2, 6, 3, 4)
+    wanted = ato_jax.quantize(x, (1, 3), scale=jnp.full((2, 3), 0.5))
+    for number in (0.5, np.float64(0.5)):
+        found = jax.jit(lambda x, number=number: ato_jax.quantize(x, (1, 3), scale=number))(x)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one.astype("float32"), other.astype("float32"))
+
+
+def test_functions_without_scales_say_how_to_widen() -> None:
+    """And that keeps the values: converting alone would lose the scales."""
+    values, scale = ato_jax.quantize(q := normal(2, 4, 2, 8), (1, 3))
+    told = (
+        "q must be float16, bfloat16 or float32, got float8_e4m3fn; multiply by the scale of "
+        "ato_jax.quantize first: "
+        "(q.astype('float32') * jnp.expand_dims(scale, axes)).astype('bfloat16')"
+    )
+    wide = (values.astype("float32") * jnp.expand_dims(scale, (1, 3))).astype("bfloat16")
+    assert error(wide, q) < 0.04
+    mesh = jax.make_mesh((1,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = jax.sharding.PartitionSpec(None, "time")
+    calls = [
+        jax.shard_map(
+            functools.partial(function, axis_name="time"), mesh=mesh, in_specs=cut, out_specs=cut
+        )
+        for function in (ato_jax.parallel.attention, ato_jax.parallel.linear_attention)
+    ]
+    for call in (*calls, ato_jax.decode_attention):
+        with refused(re.escape(told)):
+            call(values, values, values)
+        assert call(wide, wide, wide).shape == q.shape
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "patterns"),
     [
@@ -415,7 +449,10 @@ def test_the_largest_scales_that_are_given(scale: float) -> None:
         ((jnp.ones((2, 3)), None), {}, ["axes must be"]),
         ((jnp.ones((2, 3)), 1), {"scale": jnp.ones(3)}, [r"scale must have shape \(2,\)", "3"]),
         ((jnp.ones((2, 3)), 1), {"scale": jnp.zeros(2)}, ["scale must be positive", "0.0"]),
-        ((jnp.ones((2, 3)), 1), {"scale": 1.0}, ["scale must be float32, got float64"]),
+        ((jnp.ones((2, 3)), 1), {"scale": np.ones(2)}, ["scale must be float32, got float64"]),
+        ((jnp.ones((2, 3)), 1), {"scale": -0.5}, ["scale must be positive", "-0.5"]),
+        ((jnp.ones((2, 3)), 1), {"scale": 1e-50}, ["scale must be positive", "1e-50"]),
+        ((jnp.ones((2, 3)), 1), {"scale": True}, ["scale must be float32, got bool"]),
     ],
 )
 def test_bad_arguments_of_quantize(arguments: Any, options: Any, patterns: list[str]) -> None:
