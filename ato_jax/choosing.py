@@ -49,7 +49,7 @@ class Op(Generic[SpecT, InputsT, OutputsT]):
       backends: in the order in which `implementation=None` tries them, where no table says
         otherwise. "triton.wide" is the module `wide` of the family "triton".
       package: the package that the backends' modules are in.
-      planned: names that are promised and have no kernels yet: refused as unsupported.
+      planned: names that have no kernels for this op: refused as unsupported.
       special: pairs (backend, module) of a `SpecialForward` that runs some of the backend's calls.
       on_demand: pairs (field of the spec, field of the outputs) of what callers ask for by an
         option. A backward pass reads the output's cotangent where the spec's field is True, and
@@ -167,7 +167,7 @@ def no_triton() -> str | None:
 def reason_against(call: Call, name: str, phase: str) -> str | None:
     """Why this backend cannot run this phase here; None if it can."""
     if name in call.op.planned:
-        return "has no kernels for this op yet"
+        return "has no kernels for this op"
     if family(name) == "triton" and (reason := no_triton()):
         return reason
     interpretable = family(name) in INTERPRETABLE

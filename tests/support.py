@@ -413,7 +413,7 @@ def reasons(op: str, row: Row) -> dict[str, dict[str, str | None]]:
         for name in families(api.OP)
     }
     for name in api.OP.planned:
-        found[name] = dict.fromkeys(PHASES, "has no kernels for this op yet")
+        found[name] = dict.fromkeys(PHASES, "has no kernels for this op")
     return found
 
 
