@@ -1,11 +1,17 @@
-"""Options in combination, by covering arrays: rows lower for CUDA and their IR is verified, a
-sample is right where it is interpreted, and on a card every row is right.
+"""Options in combination, by covering arrays.
+
+    on a CPU     rows are lowered for CUDA, and their IR is verified: two of 48 in the ordinary
+                 tests, all with ATO_ALL_ROWS=1. A sample is interpreted, in which every value of
+                 every factor occurs, and its numbers are compared with the reference.
+    on a card    every row runs, and its numbers are compared with the reference.
+
+So a CPU computes the numbers of a few rows, and never those of all pairs of options.
 
     python -m tests.covering                                what the arrays cover
     ATO_ALL_ROWS=1 python -m pytest tests/test_covering.py  lowers every row
 
-Lowering all rows takes a core about 15 minutes. The ordinary tests lower two of 48 rows. Those of
-the delta rule by Mosaic GPU are compiled for a Hopper card besides.
+Lowering all rows takes a core about 15 minutes. Rows of the delta rule by Mosaic GPU are compiled
+for a Hopper card besides.
 """
 
 from __future__ import annotations
