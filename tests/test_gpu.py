@@ -2316,7 +2316,12 @@ def check_delta_rule_twice(*qkv: jax.Array, **options: Any) -> None:
         pytest.param(1037, 128, 128, 4, "channel", 50.0, "bthd", True, marks=of_mosaic_delta_rule),
         pytest.param(4096, 64, 192, 4, "channel", 0.01, "bhtd", False, marks=of_mosaic_delta_rule),
         pytest.param(2048, 128, 128, 64, "channel", 1.0, "bthd", False, marks=of_mosaic_delta_rule),
+        # In 16 pieces, whose maps are walked by blocks of two slices, and in 4, by blocks of one.
         pytest.param(LONG, 64, 64, 2, "channel", 0.1, "bthd", True, marks=of_mosaic_delta_rule),
+        pytest.param(
+            LONG - 36, 128, 128, 2, "channel", 0.01, "bhtd", False, marks=of_mosaic_delta_rule
+        ),
+        pytest.param(4096, 128, 64, 2, "channel", 0.01, "bthd", True, marks=of_mosaic_delta_rule),
     ],
 )
 def test_the_delta_rule_by_mosaic_gpu(

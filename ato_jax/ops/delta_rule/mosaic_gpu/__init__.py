@@ -14,8 +14,8 @@ mostly finds that it has nothing to do. `walk.py` has what both walks share,
 The kernels know neither segments nor lengths, and blocks of 64 columns alone: `fits.py` rewrites
 other calls.
 
-A decay per channel has kernels of its own for the same four parts: `channel.py` says how pairs are
-decayed, `channel_backward.py` launches them.
+A decay per channel has kernels of its own for the same four parts, which take pieces likewise:
+`channel.py` says how pairs are decayed, `channel_backward.py` launches them.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ class Kept(NamedTuple):
     state: jax.Array
     written: jax.Array  # [B, H, chunks, V / 64, PARTS, 64, 64] bfloat16
     states: jax.Array  # [B, H, chunks, V / 64, D / 64, 64, 64] bfloat16
+    maps: jax.Array | None  # [pieces, B, H, D, D] float32, of sequences in pieces
 
     def plain(self) -> Outputs:
         return Outputs(self.out, self.state)
@@ -55,14 +56,14 @@ def parts_of_forward(spec: DeltaRuleSpec) -> int:
 
 def forward(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Outputs:
     _, _, kept, solved = prepare(spec, config, inputs, parts=parts_of_forward(spec))
-    return walk_forward(spec, inputs, kept, solved)[0]
+    return walk_forward(spec, config, inputs, kept, solved).outputs
 
 
 def keep(spec: DeltaRuleSpec, config: Config, inputs: Inputs) -> Kept:
     _, _, kept, solved = prepare(spec, config, inputs, parts=parts_of_forward(spec))
-    outputs, written, states = walk_forward(spec, inputs, kept, solved, keeps=True)
-    assert written is not None and states is not None
-    return Kept(*outputs, written, states)
+    found = walk_forward(spec, config, inputs, kept, solved, keeps=True)
+    assert found.written is not None and found.states is not None
+    return Kept(*found.outputs, found.written, found.states, found.maps)
 
 
 def backward(
@@ -74,7 +75,7 @@ def backward(
     if not isinstance(result, Kept):  # of another backend's forward pass, or of several devices
         result = keep(spec, config, inputs)
     numbers, decays, kept, solved = prepare(spec, config, inputs, parts=frame.PARTS)
-    dv, dstate, dstates = walk_backward(spec, cotangents, kept, solved)
+    dv, dstate, dstates = walk_backward(spec, config, cotangents, kept, solved, result.maps)
     arrays = dict(q=inputs.q, k=inputs.k, decays=decays, dout=cotangents.out, dr=dv)
     arrays |= dict(written=result.written, states=result.states, dstates=dstates)
     arrays |= dict(numbers=numbers, kept=kept)

@@ -4,7 +4,7 @@ The rows and weights of `channel_solve.py` hold all decays but those of the whol
 64 of v's columns of a head's state in registers; `channel_walk_forward.py` carries S from the first
 chunk to the last, `channel_walk_backward.py` its gradient from the last to the first.
 
-    MEMORY         loads all of the below for a chunk
+    MEMORY         loads the below for a chunk
       |  early: loaded, two chunks at once; consumed with the chunk's first products
       |  late: loaded, one chunk; consumed once the next state is known
       v
@@ -17,6 +17,9 @@ chunk to the last, `channel_walk_backward.py` its gradient from the last to the 
     state       [D, 64]     in registers, transposed: [64, 64] for each block of D
 
 Where a walk keeps what a backward pass needs, both rings as one of two slots would have no room.
+
+Few long sequences are cut into pieces that are walked side by side (`pieces.py`). The walk for the
+pieces' maps, of v's columns and of the identity's, reads neither q^ nor P.
 """
 
 from __future__ import annotations
@@ -37,28 +40,37 @@ from ato_jax.mosaic import BF16, F32, HALF, OF_COLUMNS, Array, Buffer, Item, Rin
 from ato_jax.ops.delta_rule.mosaic_gpu import frame
 from ato_jax.ops.delta_rule.mosaic_gpu.channel_solve import Solved
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import MEMORY, PARTS, C
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import carry
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Course, carry
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec
 
 EARLY_STAGES, LATE_STAGES = 2, 1
-STATE = Role("state", registers=frame.MOST_REGISTERS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How the forward walk and the backward walk differ.
+    """What a block of a walk loads, and how much of v it has.
 
     Attributes:
-      early: the arrays of `Storage` that the ring `early` brings; `late` brings the others.
+      early: the arrays of `Storage` that the ring `early` brings.
+      late: those that the ring `late` brings.
       parts: of q^ and k^ that are multiplied.
-      from_end: chunks are walked from the last to the first.
-      keeps: the arrays of `Walk` that it leaves beside out and the last state.
+      slices: blocks of 64 of v's columns, each in a warpgroup.
     """
 
     early: tuple[str, ...]
+    late: tuple[str, ...]
     parts: int
-    from_end: bool
-    keeps: tuple[str, ...] = ()
+    slices: int = 1
+
+    @property
+    def state(self) -> Role:
+        registers = mosaic.workers_registers(self.slices, frame.MOST_REGISTERS)
+        return Role("state", registers, self.slices)
+
+    @property
+    def places_of_rows(self) -> list[tuple[int, ...]]:
+        """Where in a slot each of its slices has its rows."""
+        return [()] if self.slices == 1 else [(one,) for one in range(self.slices)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +80,7 @@ class Storage(mosaic.Storage):
     read: Array  # [.., D / 64, parts, 64, 64] q^
     recalled: Array  # [.., D / 64, parts, 64, 64] k^
     written: Array  # [.., D / 64, PARTS, 64, 64] k~
-    rows: Array  # [.., 64, 64] v or dout
+    rows: Array  # [.., 64, 64] v or dout; [.., slices, 64, 64] of several slices
     solved: Array  # [.., PARTS, 64, 64] X
     pairs: Array  # [.., PARTS, 64, 64] P
     kept: Array  # [.., D] float32: exp2(L_C)
@@ -79,32 +91,35 @@ class Storage(mosaic.Storage):
     late: Ring
 
 
-def storage_of(spec: DeltaRuleSpec, plan: Plan) -> Storage:
+def storage_of(spec: DeltaRuleSpec, plan: Plan, course: Course) -> Storage:
     blocks, tiling = frame.blocks_of_key(spec), frame.tiling(spec)
     tiles: dict[str, tuple[int, ...]] = {
         "read": (blocks, plan.parts),
         "recalled": (blocks, plan.parts),
         "written": (blocks, PARTS),
-        "rows": (),
+        "rows": () if plan.slices == 1 else (plan.slices,),
         "solved": (PARTS,),
         "pairs": (PARTS,),
     }
-    loaded = {}
+    loaded: dict[str, Any] = {}
     for name, shape in tiles.items():
+        if name not in plan.early + plan.late:
+            loaded[name] = None
+            continue
         make = tiling.of_rows if name == "rows" else tiling.shared
         copies = functools.reduce(int.__mul__, shape, 1)
         loaded[name] = Buffer(make(_stages(plan, name), *shape, C, HALF), copies=copies)
     loaded["kept"] = Buffer(plgpu.SMEM((_stages(plan, "kept"), spec.D), F32))
     early = [one for name, one in loaded.items() if name in plan.early]
-    late = [one for name, one in loaded.items() if name not in plan.early]
-    keeps_rows, keeps_states = ("u" in plan.keeps), ("states" in plan.keeps)
+    late = [one for name, one in loaded.items() if name in plan.late]
+    keeps_rows, keeps_states = ("u" in course.leaves), ("states" in course.leaves)
     return Storage(
         **loaded,
-        out=Buffer(tiling.of_rows(1, C, HALF)),
+        out=Buffer(tiling.of_rows(1, C, HALF)) if "out" in course.leaves else None,
         kept_rows=Buffer(tiling.shared(PARTS, C, HALF)) if keeps_rows else None,
         kept_states=Buffer(tiling.shared(blocks, HALF, HALF)) if keeps_states else None,
-        early=Ring.of(EARLY_STAGES, early, (STATE,)),
-        late=Ring.of(LATE_STAGES, late, (STATE,)),
+        early=Ring.of(EARLY_STAGES, early, (plan.state,)),
+        late=Ring.of(LATE_STAGES, late, (plan.state,)),
     )
 
 
@@ -118,33 +133,46 @@ class Walk:
 
     spec: DeltaRuleSpec
     plan: Plan
+    course: Course
     deal: mosaic.Deal
     own: Storage
-    read: Any
     recalled: Any
     written: Any
     rows: Any
     solved: Any
-    pairs: Any
     kept: Any
-    start: Any = None  # [B, H, V, D] float32: the first state
+    read: Any = None
+    pairs: Any = None
+    start: Any = None  # [pieces, B, H, columns, D] float32: the first states
     out: Any = None  # like `rows`: out, or v's cotangent
-    end: Any = None  # [B, H, V, D] float32: the last state
+    end: Any = None  # like `start`: the last states
     u: Any = None  # [B, H, chunks, V / 64, PARTS, 64, 64]
     states: Any = None  # [B, H, chunks, V / 64, D / 64, 64, 64]: those that a chunk is walked from
 
     def place(self, item: Item) -> tuple[Any, Any]:
-        """The head, and the number of the item's block of v's columns."""
-        count = jnp.int32(self.spec.V // HALF)
-        return lax.div(item.head, count), lax.rem(item.head, count)
+        """The head, and the first of the item's blocks of v's columns."""
+        count = jnp.int32(self.course.parts_of_head(self.spec, self.plan.slices))
+        head, block = lax.div(item.head, count), lax.rem(item.head, count)
+        return head, block if self.plan.slices == 1 else block * self.plan.slices
+
+    def of_piece(self, item: Item) -> Walk:
+        """The walk with the first and the last states of an item's piece."""
+        if self.course.is_alone:
+            return self
+        start = None if self.start is None else self.start.at[item.piece]
+        return dataclasses.replace(self, start=start, end=self.end.at[item.piece])
 
     def number_of(self, item: Item, chunk: Any) -> Any:
         """The number in the sequence of the chunk that is walked as number `chunk`."""
-        return item.chunks - 1 - chunk if self.plan.from_end else chunk
+        number = item.chunks - 1 - chunk if self.course.from_end else chunk
+        return number if self.course.is_alone else lax.div(item.first_row, jnp.int32(C)) + number
 
-    def part(self, ref: Any, item: Item, number: Any) -> Any:
+    def part(self, ref: Any, item: Item, number: Any, slice: int = 0) -> Any:
         """A chunk's rows of v, out or their gradients."""
         head, block = self.place(item)
+        if self.course.maps:
+            # Beyond v's columns what is loaded is not used.
+            block = jnp.minimum(block + slice, self.spec.V // HALF - 1)
         return frame.tiling(self.spec).part(ref, item, pl.ds(number * C, C), head, block)
 
     def begin(self, item: Item, chunk: Any) -> Chunk:
@@ -200,25 +228,32 @@ def walk(
     solved: Solved,
     given: dict[str, jax.Array],
     step: Callable[..., list[jax.Array]],
+    course: Course,
 ) -> dict[str, jax.Array]:
-    """Launches a walk; its outputs by the names of `Walk`: out, end, and those that it keeps.
+    """Launches a walk; its outputs by the names of `Walk`: end, and those that the course leaves.
     `given`: rows, kept, and start where there is one."""
-    heads = spec.H * (spec.V // HALF)
-    rows = mosaic.whole_chunks(spec.T)
-    deal = mosaic.Deal(spec.B, heads, spec.T, rows, pieces=1, most_blocks=spec.B * heads)
-    given = {**solved._asdict(), **given}
+    deal = course.deal(spec, plan.slices)
+    read = {name: one for name, one in solved._asdict().items() if name in plan.early + plan.late}
+    given = {**read, **given}
+    ends: tuple[int, ...] = (course.pieces, spec.B, spec.H, course.columns(spec), spec.D)
+    if course.is_alone:
+        # A piece alone is not counted in the kernel.
+        ends = ends[1:]
+        given |= {"start": given["start"][0]} if "start" in given else {}
     blocks = (spec.B, spec.H, frame.chunks_of(spec), spec.V // HALF)
     types = {
         "out": jax.ShapeDtypeStruct(given["rows"].shape, BF16),
-        "end": jax.ShapeDtypeStruct((spec.B, spec.H, spec.V, spec.D), F32),
+        "end": jax.ShapeDtypeStruct(ends, F32),
         "u": jax.ShapeDtypeStruct((*blocks, PARTS, C, HALF), BF16),
         "states": jax.ShapeDtypeStruct((*blocks, frame.blocks_of_key(spec), HALF, HALF), BF16),
     }
-    types = {one: types[one] for one in ("out", "end", *plan.keeps)}
+    types = {one: types[one] for one in types if one in ("end", *course.leaves)}
 
-    parts = (MEMORY, memory), (STATE, functools.partial(carry, step))
-    bind = functools.partial(Walk, spec, plan, deal)
-    return frame.launch(name, deal, storage_of(spec, plan), parts, bind, given, types)
+    parts = (MEMORY, memory), (plan.state, functools.partial(carry, step))
+    bind = functools.partial(Walk, spec, plan, course, deal)
+    storage = storage_of(spec, plan, course)
+    found = frame.launch(name, deal, storage, parts, bind, given, types)
+    return found | ({"end": found["end"][None]} if course.is_alone else {})
 
 
 def memory(walk: Walk) -> None:
@@ -260,13 +295,13 @@ def load_ring(walk: Walk, item: Item, name: str, chunk: Any) -> None:
     copies = [
         (getattr(walk, one).at[(*at, *place)], getattr(own, one).at[(slot, *place)], one)
         for one, places in tiles.items()
+        if one in plan.early + plan.late
         for place in places
     ]
-    rows = mosaic.for_copy(own.rows.at[slot])
-    copies += [
-        (walk.part(walk.rows, item, number), rows, "rows"),
-        (walk.kept.at[at], own.kept.at[slot], "kept"),
-    ]
+    for slice, place in enumerate(plan.places_of_rows):
+        rows = mosaic.for_copy(own.rows.at[(slot, *place)])
+        copies.append((walk.part(walk.rows, item, number, slice), rows, "rows"))
+    copies.append((walk.kept.at[at], own.kept.at[slot], "kept"))
     for source, target, one in copies:
-        if (one in plan.early) == (name == "early"):
+        if one in (plan.early if name == "early" else plan.late):
             plgpu.copy_gmem_to_smem(source, target, ring.produced.at[slot])

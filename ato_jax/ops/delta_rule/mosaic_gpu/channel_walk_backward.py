@@ -23,30 +23,42 @@ import jax.numpy as jnp
 
 from ato_jax import mosaic
 from ato_jax.mosaic import BF16, F32, HALF, Item
-from ato_jax.ops.delta_rule.mosaic_gpu import frame
+from ato_jax.ops.delta_rule.mosaic_gpu import frame, pieces
 from ato_jax.ops.delta_rule.mosaic_gpu.channel_solve import Solved
 from ato_jax.ops.delta_rule.mosaic_gpu.channel_walk import Plan, Walk, walk
-from ato_jax.ops.delta_rule.mosaic_gpu.frame import PARTS, C
+from ato_jax.ops.delta_rule.mosaic_gpu.frame import PARTS, C, Config
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Course
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Outputs
 
 PLAN = Plan(
     early=("written", "pairs", "rows"),
+    late=("recalled", "read", "solved", "kept"),
     parts=PARTS,
-    from_end=True,
-    keeps=("states",),
 )
 
 
 def walk_backward(
-    spec: DeltaRuleSpec, cotangents: Outputs, kept: jax.Array, solved: Solved
+    spec: DeltaRuleSpec,
+    config: Config,
+    cotangents: Outputs,
+    kept: jax.Array,
+    solved: Solved,
+    maps: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dv, the initial state's gradient [B, H, D, V], and dS'^T of each chunk [B, H, chunks,
-    V / 64, D / 64, 64, 64])."""
+    V / 64, D / 64, 64, 64]). `maps`: those of the forward walk."""
     given = {"rows": cotangents.out, "kept": kept}
-    if spec.return_state:
-        given["start"] = jnp.swapaxes(cotangents.state, 2, 3)
-    found = walk("channel_walk_backward", spec, PLAN, solved, given, multiply_chunk)
-    return found["out"], jnp.swapaxes(found["end"], 2, 3), found["states"]
+    course = pieces.course_of(spec, config, ("out", "states"), from_end=True)
+    start = jnp.swapaxes(cotangents.state, 2, 3) if spec.return_state else None
+
+    def walk_later(course: Course) -> jax.Array:
+        # As in `walk_backward.py` nobody reads what this walk leaves beside its ends.
+        return walk("channel_ends", spec, PLAN, solved, given, multiply_chunk, course)["end"]
+
+    starts = pieces.starts_backward(course, start, maps, walk_later)
+    arrays = given | ({} if starts is None else {"start": starts})
+    found = walk("channel_walk_backward", spec, PLAN, solved, arrays, multiply_chunk, course)
+    return found["out"], jnp.swapaxes(found["end"][0], 2, 3), found["states"]
 
 
 def multiply_chunk(
@@ -92,5 +104,5 @@ def multiply_chunk(
     here.release("late")
     to = walk.part(walk.out, item, walk.number_of(item, chunk))
     plgpu.copy_smem_to_gmem(mosaic.for_copy(own.out.at[0]), to)
-    walk.leave(item, chunk, *walk.plan.keeps)
+    walk.leave(item, chunk, *walk.course.leaves)
     return list(found_states)

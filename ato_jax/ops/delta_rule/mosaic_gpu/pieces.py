@@ -6,9 +6,15 @@ keys alone (v = 0) from the identity with M. So three steps take the place of a 
 pieces but the last; the states that pieces begin with, which XLA forms from these in float32; and
 the walk itself, over all pieces at once. The gradient of the state goes from piece to piece by M's
 transpose, of all pieces but the first.
+
+`walk_forward.py` and `walk_backward.py` take pieces so, and with a decay per channel
+`channel_walk_forward.py` and `channel_walk_backward.py`.
 """
 
 from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +32,52 @@ def course_of(
     chunks = frame.chunks_of(spec)
     each = -(-chunks // config.pieces)
     return Course(from_end, leaves, -(-chunks // each), each * C)
+
+
+def starts_forward(
+    spec: DeltaRuleSpec,
+    course: Course,
+    start: jax.Array | None,
+    walk_maps: Callable[[Course, jax.Array], jax.Array],
+    *,
+    keeps: bool,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """M of each piece, where there are several, [pieces, B, H, D, D]; and the states that pieces
+    begin with.
+
+    Args:
+      start: the first piece's, [B, H, V, D]; None for 0.
+      walk_maps: walks a course for maps from its first states to its last ones.
+      keeps: whether a backward pass follows, for which alone the last piece's map is.
+    """
+    if course.pieces == 1:
+        return None, None if start is None else start[None]
+    count = course.pieces if keeps else course.pieces - 1
+    course_of_maps = dataclasses.replace(course, leaves=(), pieces=count, maps=True)
+    found = walk_maps(course_of_maps, starts_of_maps(spec, course_of_maps))
+    maps, ends = found[..., spec.V :, :], found[..., : spec.V, :]
+    return maps, passed_on(start, maps, ends[: course.pieces - 1])
+
+
+def starts_backward(
+    course: Course,
+    start: jax.Array | None,
+    maps: jax.Array | None,
+    walk_later: Callable[[Course], jax.Array],
+) -> jax.Array | None:
+    """The gradients of the states that pieces end with.
+
+    Args:
+      start: the last piece's, [B, H, V, D]; None for 0.
+      maps: those of `starts_forward`.
+      walk_later: walks all pieces but the first from 0 to their last gradients.
+    """
+    if maps is None:
+        return None if start is None else start[None]
+    ends = walk_later(dataclasses.replace(course, first=1, pieces=course.pieces - 1))
+    back = jnp.swapaxes(maps[1:], 3, 4)
+    # The last piece comes first.
+    return passed_on(start, back[::-1], ends[::-1])[::-1]
 
 
 def slices_of_maps(spec: DeltaRuleSpec) -> int:

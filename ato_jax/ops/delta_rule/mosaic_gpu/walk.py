@@ -69,7 +69,8 @@ MOST_ALONE = 240  # of a thread of STATE, without BESIDE
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """The pieces that a walk goes over, and the arrays that it leaves.
+    """The pieces that a walk goes over, and the arrays that it leaves; also of a walk with a decay
+    per channel (`channel_walk.py`).
 
     Attributes:
       from_end: whether chunks are walked from the last to the first.
@@ -87,8 +88,24 @@ class Course:
     first: int = 0
     maps: bool = False
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one piece, which begins with the sequence."""
+        return self.pieces == 1 and self.first == 0
+
     def columns(self, spec: DeltaRuleSpec) -> int:
         return spec.V + (spec.D if self.maps else 0)
+
+    def parts_of_head(self, spec: DeltaRuleSpec, slices: int) -> int:
+        """How many blocks share a head, where a block has so many slices."""
+        return self.columns(spec) // (HALF * slices)
+
+    def deal(self, spec: DeltaRuleSpec, slices: int) -> mosaic.Deal:
+        heads = spec.H * self.parts_of_head(spec, slices)
+        first = self.first * self.rows
+        length = min(spec.T, first + self.pieces * self.rows)
+        most = spec.B * heads * self.pieces
+        return mosaic.Deal(spec.B, heads, length, self.rows, self.pieces, most, first)
 
 
 @functools.cache
@@ -171,7 +188,7 @@ class Walk:
 
     def place(self, item: Item) -> tuple[Any, Any]:
         """The head, and the first of the item's blocks of v's columns."""
-        count = _parts_of_head(self.spec, self.config, self.course)
+        count = self.course.parts_of_head(self.spec, self.config.slices)
         return lax.div(item.head, count), lax.rem(item.head, count) * self.config.slices
 
     def of_piece(self, item: Item) -> Walk:
@@ -230,11 +247,6 @@ class Chunk(NamedTuple):
     numbers: Numbers
 
 
-def _parts_of_head(spec: DeltaRuleSpec, config: Config, course: Course) -> int:
-    """How many blocks share a head."""
-    return course.columns(spec) // (HALF * config.slices)
-
-
 def walk(
     name: str,
     spec: DeltaRuleSpec,
@@ -247,11 +259,7 @@ def walk(
     """Launches a walk whose `step` is (walk, item, slot of v's columns, chunk, state) to the next
     state, and `beside` what BESIDE does for a chunk; returns its outputs, by the names of `Walk`:
     end, and those that the course leaves."""
-    heads = spec.H * _parts_of_head(spec, config, course)
-    first = course.first * course.rows
-    length = min(spec.T, first + course.pieces * course.rows)
-    most = spec.B * heads * course.pieces
-    deal = mosaic.Deal(spec.B, heads, length, course.rows, course.pieces, most, first)
+    deal = course.deal(spec, config.slices)
     blocks = (spec.B, spec.H, frame.chunks_of(spec), spec.V // HALF)
     ends = (course.pieces, spec.B, spec.H, course.columns(spec), spec.D)
     types = {
@@ -313,14 +321,9 @@ def accompany(beside: Callable[[Walk, Item, Any], None], walk: Walk) -> None:
         walk.own.pairs.drain(steps)
 
 
-def carry(
-    step: Callable[..., list[jax.Array]],
-    walk: Walk,
-    of_item: Callable[[Walk, Item], Walk] = lambda walk, _: walk,
-) -> Any:
-    """Carries 64 columns of the state from chunk to chunk; returns how many chunks there were.
-    `of_item`: the walk with an item's own first and last states."""
-    steps = walk.deal.each(lambda item: carry_item(step, of_item(walk, item), item))
+def carry(step: Callable[..., list[jax.Array]], walk: Walk) -> Any:
+    """Carries 64 columns of the state from chunk to chunk; returns how many chunks there were."""
+    steps = walk.deal.each(lambda item: carry_item(step, walk.of_piece(item), item))
     plgpu.wait_smem_to_gmem(0)
     return steps
 
@@ -360,7 +363,7 @@ def add_products(
 
 
 def carry_pieces(step: Callable[..., list[jax.Array]], walk: Walk) -> None:
-    steps = carry(step, walk, Walk.of_piece)
+    steps = carry(step, walk)
     for ring in (walk.own.begun, walk.own.corrected):
         if ring is not None:
             ring.drain(steps)

@@ -32,7 +32,7 @@ from ato_jax.mosaic import BF16, F32, HALF, Item
 from ato_jax.ops.delta_rule.mosaic_gpu import frame, pieces
 from ato_jax.ops.delta_rule.mosaic_gpu.frame import C, Config
 from ato_jax.ops.delta_rule.mosaic_gpu.solve import Solved
-from ato_jax.ops.delta_rule.mosaic_gpu.walk import Walk, add_products, walk
+from ato_jax.ops.delta_rule.mosaic_gpu.walk import Course, Walk, add_products, walk
 from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs
 
 
@@ -63,19 +63,16 @@ def walk_backward(
     leaves = ("out", "states") if spec.decay is None else ("out", "rest", "states")
     course = pieces.course_of(spec, config, leaves, from_end=True)
     start = jnp.swapaxes(cotangents.state, 2, 3) if spec.return_state else None
-    starts = None if start is None else start[None]
-    if maps is not None:
+
+    def walk_later(course: Course) -> jax.Array:
         # Nobody reads what this walk leaves beside its ends. Without these stores ptxas takes the
         # first two sums of products out of the loop, although the next ones depend on them.
-        later = dataclasses.replace(
-            course, leaves=("out", "states"), first=1, pieces=course.pieces - 1
-        )
-        ends = walk("ends", spec, config, given, multiply_chunk, weigh_chunk, later)["end"]
-        back = jnp.swapaxes(maps[1:], 3, 4)
-        # The last piece comes first.
-        starts = pieces.passed_on(start, back[::-1], ends[::-1])[::-1]
-    given |= {} if starts is None else {"start": starts}
-    found = walk("walk_backward", spec, config, given, multiply_chunk, weigh_chunk, course)
+        course = dataclasses.replace(course, leaves=("out", "states"))
+        return walk("ends", spec, config, given, multiply_chunk, weigh_chunk, course)["end"]
+
+    starts = pieces.starts_backward(course, start, maps, walk_later)
+    arrays = given | ({} if starts is None else {"start": starts})
+    found = walk("walk_backward", spec, config, arrays, multiply_chunk, weigh_chunk, course)
     dinitial = jnp.swapaxes(found["end"][0], 2, 3)
     return Found(found["out"], found.get("rest"), dinitial, found["states"])
 

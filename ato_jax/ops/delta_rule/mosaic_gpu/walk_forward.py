@@ -69,27 +69,17 @@ def walk_forward(
     course = pieces.course_of(spec, config, ("out", *kept), from_end=False)
     start = inputs.initial_state
     start = None if start is None else jnp.swapaxes(start, 2, 3)
-    maps, starts = None, None if start is None else start[None]
-    if course.pieces > 1:
-        # The last piece's map is for a backward pass alone.
-        count = course.pieces if keeps else course.pieces - 1
-        maps, ends = maps_of_pieces(spec, config, course, count, given)
-        starts = pieces.passed_on(start, maps, ends[: course.pieces - 1])
-    given |= {"q": inputs.q} | ({} if starts is None else {"start": starts})
-    found = walk("walk", spec, config, given, multiply_chunk, put_out, course)
+
+    def walk_maps(course: Course, starts: jax.Array) -> jax.Array:
+        of_maps = dataclasses.replace(config, slices=pieces.slices_of_maps(spec))
+        arrays = given | {"start": starts}
+        return walk("maps", spec, of_maps, arrays, multiply_chunk, None, course)["end"]
+
+    maps, starts = pieces.starts_forward(spec, course, start, walk_maps, keeps=keeps)
+    arrays = given | {"q": inputs.q} | ({} if starts is None else {"start": starts})
+    found = walk("walk", spec, config, arrays, multiply_chunk, put_out, course)
     outputs = Outputs(found["out"], jnp.swapaxes(found["end"][-1], 2, 3))
     return Found(outputs, found.get("written"), found.get("states"), maps)
-
-
-def maps_of_pieces(
-    spec: DeltaRuleSpec, config: Config, course: Course, count: int, given: dict[str, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """M and E of the first `count` pieces."""
-    course = dataclasses.replace(course, leaves=(), pieces=count, maps=True)
-    config = dataclasses.replace(config, slices=pieces.slices_of_maps(spec))
-    given = given | {"start": pieces.starts_of_maps(spec, course)}
-    ends = walk("maps", spec, config, given, multiply_chunk, None, course)["end"]
-    return ends[..., spec.V :, :], ends[..., : spec.V, :]
 
 
 def multiply_chunk(
