@@ -30,7 +30,7 @@ from ato_jax.ops.delta_rule.spec import DeltaRuleSpec, Inputs, Outputs, Residual
 from ato_jax.ops.delta_rule.xla.chunk import Steps, open_chunk, read, walk
 
 # The most elements of v in a piece where there are many chunks to keep a device busy.
-PIECE_SIZE = 1 << 21
+PIECE_SIZE = 1 << 22
 # Elements of one state: up to here a CPU's products of 32 steps gain little.
 NARROW_STATE = 1 << 12
 # The most elements of all states that go step by step: with a decay per step, which costs a chunk
