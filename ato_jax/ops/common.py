@@ -254,8 +254,11 @@ def number_runs(ids: jax.Array) -> jax.Array:
 
 
 def refuse_positive(decay: jax.Array, padded: bool = False) -> None:
-    """A log-decay above 0 grows without bound, and NaN is none. `checked` alone sees the values of
-    a traced one, and takes NaN, which may be in padding; so does `padded`."""
+    """Refuses a log decay above 0, which grows without bound, and NaN.
+
+    NaN is accepted where the sequence is `padded`, since it may be in the padding. A traced decay
+    is looked at inside `checked` alone, which accepts NaN as well.
+    """
     if not decay.size:
         return
     if isinstance(decay, jax.core.Tracer):

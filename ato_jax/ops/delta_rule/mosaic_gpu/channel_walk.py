@@ -4,7 +4,7 @@ The rows and weights of `channel_solve.py` hold all decays but those of the whol
 64 of v's columns of a head's state in registers; `channel_walk_forward.py` carries S from the first
 chunk to the last, `channel_walk_backward.py` its gradient from the last to the first.
 
-    MEMORY         loads the below for a chunk
+    MEMORY         loads the arrays below, for one chunk after the other
       |  early: loaded, two chunks at once; consumed with the chunk's first products
       |  late: loaded, one chunk; consumed once the next state is known
       v
@@ -48,7 +48,7 @@ EARLY_STAGES, LATE_STAGES = 2, 1
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a block of a walk loads, and how much of v it has.
+    """The arrays that a block of a walk loads, and the slices of v's columns that it holds.
 
     Attributes:
       early: the arrays of `Storage` that the ring `early` brings.
