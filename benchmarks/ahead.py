@@ -79,8 +79,8 @@ def key(job: Job) -> dict[str, Any]:
 
 
 def workers() -> int:
-    """Processes that compile at one time: each takes a little more than one core."""
-    return max(1, 3 * byte_limit.threads() // 4)
+    """Processes that compile at one time: each keeps a little less than one core busy."""
+    return max(1, byte_limit.threads())
 
 
 class _Worker:

@@ -444,11 +444,15 @@ class Meeting:
         group = str(case), phase
         return {row.contender: row for row in self.results.rows if row.key[:2] == group}
 
+    def has(self, case: Case, phase: str) -> bool:
+        """Whether all rows of the case and phase are there."""
+        return self.found(case, phase).keys() >= set(wanted(self.contest, case))
+
     def measure(self, case: Case, phase: str) -> list[Row]:
         """The rows of the case and phase: those that are there already, and the rest measured."""
         names = wanted(self.contest, case)
         found = self.found(case, phase)
-        if not found.keys() >= set(names):
+        if not self.has(case, phase):
             late = any((case, phase, name) in self.plan.late for name in set(names) - found.keys())
             # That of float32 is one in full precision.
             rate = None if case.tf32 else self.results.matrix.get(case.dtype)

@@ -449,6 +449,7 @@ APART = (
         300,
         (sdpa.CONTEST,),
         sdpa.findings(sdpa.CONTEST),
+        sdpa.tell,
     ),
 )
 SWEEP = "sweep"

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import sys
+import time
 
 import pytest
 from absl.testing import flagsaver
 
 from benchmarks import __main__ as entry
-from benchmarks import sdpa, suites, summary, training
+from benchmarks import sdpa, side_by_side, suites, summary, timing, training
 from benchmarks.cases import PHASES
 from benchmarks.results import Results, Row
 from tests.figures import FACTS, parsed_flags  # noqa: F401
@@ -139,6 +140,77 @@ def test_cases_of_sdpa():
     assert len(cases) == len(set(cases)) == 8 * 3 * 2
     assert {case.B * case.T for case in cases} == {16384}
     assert {case.H * case.D for case in cases} == {2048}
+
+
+class Process:
+    """A process of PyTorch that notes what it is asked, and answers at once."""
+
+    made = []
+
+    def __init__(self, platform="cpu", leads=True):
+        self.warmed, self.timed, self.ended = [], [], False
+        self.made.append(self)
+
+    def warm(self, name, case, phase):
+        self.warmed.append((str(case), phase, name))
+
+    def prepare(self, name, case, phase):
+        # What this process did not compile would be compiled now.
+        assert (str(case), phase, name) in self.warmed or not self.made
+        self.timed.append((str(case), phase, name))
+        return {"errors": {}}
+
+    def time(self, name, seconds):
+        return timing.Timing([1.0] * 3, 3)
+
+    def forget(self):
+        pass
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize(("count", "helpers"), [(None, 0), (3, 2), (16, 3)])
+def test_several_processes_compile_for_sdpa(monkeypatch, parsed_flags, count, helpers):  # noqa: F811
+    monkeypatch.setattr(sdpa, "Peer", Process)
+    monkeypatch.setattr(sdpa, "AT_A_TIME", 1)
+    monkeypatch.setattr(Process, "made", [])
+    own = Process()
+    Process.made.clear()
+    results = Results(**FACTS | {"platform": "cpu"})
+    end = time.monotonic() + 60
+    meeting = side_by_side.Meeting(sdpa.CONTEST, own, results, end, side_by_side.Plan())
+    sdpa.tell(meeting, count)
+    assert len(Process.made) == helpers and all(one.ended for one in Process.made)
+    every = [own, *Process.made]
+    if count:
+        # Each times what it compiled, and nothing else.
+        assert all(one.timed == one.warmed for one in every)
+    assert not any(one.warmed for one in every) or count
+    timed = [one for process in every for one in process.timed]
+    wanted = {
+        (str(case), phase, name)
+        for case, phase in meeting.groups()
+        for name in (sdpa.OURS, sdpa.THEIRS)
+    }
+    assert len(timed) == len(wanted) and {*timed} == wanted == {row.key for row in results.rows}
+    # What is there is neither compiled nor timed again.
+    sdpa.tell(dataclasses.replace(meeting, peer=None), count)
+    assert len(Process.made) == helpers
+
+
+def test_processes_for_sdpa_are_ended_where_one_fails(monkeypatch, parsed_flags):  # noqa: F811
+    monkeypatch.setattr(sdpa, "Peer", Process)
+    monkeypatch.setattr(Process, "made", [])
+    monkeypatch.setattr(Process, "warm", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    results = Results(**FACTS | {"platform": "cpu"})
+    end = time.monotonic() + 60
+    meeting = side_by_side.Meeting(sdpa.CONTEST, None, results, end, side_by_side.Plan())
+    meeting.peer = Process()
+    Process.made.clear()
+    with pytest.raises(KeyboardInterrupt):
+        sdpa.tell(meeting, 2)
+    assert [one.ended for one in Process.made] == [True]
 
 
 def row_of(case, phase, name, seconds):
