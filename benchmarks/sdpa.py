@@ -91,7 +91,7 @@ def compile_side_by_side(
 
     def compile_share(number: int) -> None:
         for group in groups[number :: len(peers)]:
-            # What fails here says why where it is timed.
+            # The reason of a failure is told where the case is timed.
             for name in (OURS, THEIRS):
                 if meeting.left() > 0 and not meeting.has(*group):
                     peers[number].warm(name, *group)

@@ -170,44 +170,46 @@ class Process:
         self.ended = True
 
 
-@pytest.mark.parametrize(("count", "helpers"), [(None, 0), (3, 2), (16, 3)])
-def test_several_processes_compile_for_sdpa(monkeypatch, parsed_flags, count, helpers):  # noqa: F811
-    monkeypatch.setattr(sdpa, "Peer", Process)
-    monkeypatch.setattr(sdpa, "AT_A_TIME", 1)
-    monkeypatch.setattr(Process, "made", [])
+@pytest.fixture
+def meeting(monkeypatch, parsed_flags):  # noqa: F811
+    """The contest of `sdpa` on a CPU, of which no row is measured yet."""
     own = Process()
-    Process.made.clear()
+    monkeypatch.setattr(sdpa, "Peer", Process)
+    monkeypatch.setattr(Process, "made", [])
     results = Results(**FACTS | {"platform": "cpu"})
     end = time.monotonic() + 60
-    meeting = side_by_side.Meeting(sdpa.CONTEST, own, results, end, side_by_side.Plan())
+    return side_by_side.Meeting(sdpa.CONTEST, own, results, end, side_by_side.Plan())
+
+
+@pytest.mark.parametrize(("count", "helpers"), [(None, 0), (3, 2), (16, 3)])
+def test_several_processes_compile_for_sdpa(monkeypatch, meeting, count, helpers):
+    monkeypatch.setattr(sdpa, "AT_A_TIME", 1)
     sdpa.tell(meeting, count)
     assert len(Process.made) == helpers and all(one.ended for one in Process.made)
-    every = [own, *Process.made]
+    every = [meeting.peer, *Process.made]
     if count:
-        # Each times what it compiled, and nothing else.
+        # Each process times the cases that it compiled, and no others.
         assert all(one.timed == one.warmed for one in every)
-    assert not any(one.warmed for one in every) or count
+    else:
+        assert not meeting.peer.warmed
     timed = [one for process in every for one in process.timed]
     wanted = {
         (str(case), phase, name)
         for case, phase in meeting.groups()
         for name in (sdpa.OURS, sdpa.THEIRS)
     }
-    assert len(timed) == len(wanted) and {*timed} == wanted == {row.key for row in results.rows}
-    # What is there is neither compiled nor timed again.
+    assert len(timed) == len(wanted)
+    assert {*timed} == wanted == {row.key for row in meeting.results.rows}
+    # All rows are there now, so a second call starts no process and asks none.
     sdpa.tell(dataclasses.replace(meeting, peer=None), count)
     assert len(Process.made) == helpers
 
 
-def test_processes_for_sdpa_are_ended_where_one_fails(monkeypatch, parsed_flags):  # noqa: F811
-    monkeypatch.setattr(sdpa, "Peer", Process)
-    monkeypatch.setattr(Process, "made", [])
-    monkeypatch.setattr(Process, "warm", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    results = Results(**FACTS | {"platform": "cpu"})
-    end = time.monotonic() + 60
-    meeting = side_by_side.Meeting(sdpa.CONTEST, None, results, end, side_by_side.Plan())
-    meeting.peer = Process()
-    Process.made.clear()
+def test_processes_for_sdpa_are_ended_where_one_fails(monkeypatch, meeting):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Process, "warm", interrupt)
     with pytest.raises(KeyboardInterrupt):
         sdpa.tell(meeting, 2)
     assert [one.ended for one in Process.made] == [True]
